@@ -1,0 +1,40 @@
+# Needs Python >= 3.11, pip and make; everything else goes into .venv.
+# `make setup PYTHON=/path/to/python3.12` chooses the Python; ARGS goes to pytest or to the lock.
+
+PYTHON ?=
+ARGS ?=
+VENV_PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lock clean
+
+help:
+	@echo "make demo    train a small model on all devices and show how it goes"
+	@echo "make test    all checks, then all tests; ARGS='-k name' goes to pytest"
+	@echo "make check   ruff, format, pyright and the layers"
+	@echo "make format  let ruff format the files and mend what it can"
+	@echo "make setup   make or refresh .venv (the others do it too)"
+	@echo "make lock    write requirements/ anew after a change of dependencies"
+	@echo "make clean   remove .venv and caches"
+
+setup:
+	@PYTHON='$(PYTHON)' sh scripts/setup.sh
+
+demo: setup
+	@$(VENV_PYTHON) examples/demo.py
+
+check: setup
+	@sh scripts/check.sh
+
+test: check
+	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+format: setup
+	@$(VENV_PYTHON) -m ruff check --quiet --fix . ; $(VENV_PYTHON) -m ruff format .
+
+lock:
+	@PYTHON='$(PYTHON)' sh scripts/lock.sh $(ARGS)
+
+clean:
+	rm -rf .venv .venv-lock .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

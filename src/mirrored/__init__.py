@@ -1,0 +1,95 @@
+"""mirrored: train a Keras, Flax NNX or JAX model on every device there is, in lockstep.
+
+The public API, and nothing else.
+"""
+
+from mirrored._accumulation import accumulated_value_and_grad
+from mirrored._context import (
+    ReplicaContext,
+    add_companion,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mirrored._data import DistributedDataset, InputContext
+from mirrored._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    DataError,
+    DeviceError,
+    GradientError,
+    MirroredError,
+    MissingDependencyError,
+    NonFiniteError,
+    OwnershipError,
+    PaddingError,
+    ShapeError,
+    TracingError,
+    VariableError,
+)
+from mirrored._gradients import grad, mean, value_and_grad
+from mirrored._optimizer import Optimizer
+from mirrored._program import Function, function
+from mirrored._progress import progress
+from mirrored._sparse import IndexedSlices
+from mirrored._strategy import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+    ValueContext,
+    get_strategy,
+)
+from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
+from mirrored._values import PerReplica
+from mirrored._variable import Variable
+
+# Keras models made in a scope learn of it if Keras has been imported.
+add_companion("keras", "mirrored.keras")
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ContextError",
+    "DataError",
+    "DeviceError",
+    "DistributedDataset",
+    "Function",
+    "GradientError",
+    "IndexedSlices",
+    "InputContext",
+    "MirroredError",
+    "MirroredStrategy",
+    "MissingDependencyError",
+    "MultiWorkerMirroredStrategy",
+    "NonFiniteError",
+    "OneDeviceStrategy",
+    "Optimizer",
+    "OwnershipError",
+    "PaddingError",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "ShapeError",
+    "Strategy",
+    "TracingError",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableError",
+    "VariableSynchronization",
+    "__version__",
+    "accumulated_value_and_grad",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "grad",
+    "has_strategy",
+    "in_cross_replica_context",
+    "mean",
+    "progress",
+    "value_and_grad",
+]

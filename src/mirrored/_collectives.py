@@ -1,0 +1,257 @@
+"""What crosses replicas inside a replica function, and the arithmetic of reductions.
+
+Owns the Communicator (how a replica reaches the others) and SUM, MEAN, MIN and
+MAX over replicas, rows and empty components. Inside a compiled replica function
+a collective's result has a type that cannot differ between replicas, which is
+what makes drift impossible.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mirrored import _compat
+from mirrored._errors import ShapeError
+from mirrored._types import ReduceOp
+
+_AXIS = _compat.REPLICA_AXIS
+
+Axes = tuple[int, ...]
+
+
+class Communicator(abc.ABC):
+    """How one replica reaches the others."""
+
+    replica_count: int
+
+    @property
+    @abc.abstractmethod
+    def replica_id(self) -> Any:
+        """This replica's number; traced inside a compiled program."""
+
+    @abc.abstractmethod
+    def sum(self, values: list[Any]) -> list[Any]:
+        """Sums each array over the replicas, in one combined collective."""
+
+    @abc.abstractmethod
+    def extreme(self, op: ReduceOp, values: list[Any]) -> list[Any]:
+        """Takes the elementwise minimum or maximum of each array over the replicas."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any, axis: int, *, tiled: bool) -> Any:
+        """Concatenates (tiled) or stacks an array of all replicas."""
+
+    @abc.abstractmethod
+    def own(self, value: Any) -> Any:
+        """Gives ``value`` the type of a value that belongs to this replica."""
+
+    @abc.abstractmethod
+    def is_own(self, value: Any) -> bool:
+        """Says whether ``value`` may differ from the other replicas' value."""
+
+    def loss_is_own(self, loss: Any) -> bool:
+        """Says whether a loss is this replica's mean, rather than the global loss.
+
+        The gradients of the first are averaged, those of the second are contributions
+        and summed.
+        """
+        return self.is_own(loss)
+
+    def agree(self, value: Any) -> Any:
+        """Notes that ``value`` was computed from collectives alone, so is the same everywhere."""
+        return value
+
+
+@final
+class ProgramCommunicator(Communicator):
+    """All replicas in one compiled program, as ``run`` traces them."""
+
+    def __init__(self, replica_count: int) -> None:
+        self.replica_count = replica_count
+
+    @property
+    def replica_id(self) -> Any:
+        return lax.axis_index(_AXIS)
+
+    def sum(self, values: list[Any]) -> list[Any]:
+        return lax.psum([to_varying(value) for value in values], _AXIS) if values else []
+
+    def extreme(self, op: ReduceOp, values: list[Any]) -> list[Any]:
+        function = lax.pmin if op is ReduceOp.MIN else lax.pmax
+        return [function(to_varying(value), _AXIS) for value in values]
+
+    def gather(self, value: Any, axis: int, *, tiled: bool) -> Any:
+        return lax.all_gather(to_varying(value), _AXIS, axis=axis, tiled=tiled, to="invarying")
+
+    def own(self, value: Any) -> Any:
+        return to_varying(value)
+
+    def is_own(self, value: Any) -> bool:
+        return _compat.varies_over_replicas(value)
+
+
+@final
+class SingleCommunicator(Communicator):
+    """One replica alone: the default replica context, outside any scope."""
+
+    replica_count = 1
+    replica_id = 0
+
+    def sum(self, values: list[Any]) -> list[Any]:
+        return values
+
+    def extreme(self, op: ReduceOp, values: list[Any]) -> list[Any]:
+        return values
+
+    def gather(self, value: Any, axis: int, *, tiled: bool) -> Any:
+        return jnp.asarray(value) if tiled else jnp.expand_dims(value, axis)
+
+    def own(self, value: Any) -> Any:
+        return value
+
+    def is_own(self, value: Any) -> bool:
+        return False
+
+
+def to_varying(value: Any) -> Any:
+    """Casts an array to the type of a replica's own value; a no-op if it is one."""
+    value = value if _compat.is_typed_key(value) else jnp.asarray(value)
+    if _compat.varies_over_replicas(value):
+        return value
+    return lax.pcast(value, _AXIS, to="varying")
+
+
+def all_reduce(op: ReduceOp, nest: Any, communicator: Communicator) -> Any:
+    """Reduces each leaf elementwise over the replicas; the result is the same on all."""
+    leaves, structure = jax.tree.flatten(nest)
+    components = [(jnp.asarray(leaf), None) for leaf in leaves]
+    results = reduce_components(op, components, [None] * len(leaves), communicator)
+    return structure.unflatten(results)
+
+
+def all_gather(nest: Any, axis: int, communicator: Communicator) -> Any:
+    """Concatenates (scalars: stacks) each leaf of all replicas; the same on all."""
+
+    def gather(leaf: Any) -> Any:
+        value = jnp.asarray(leaf)
+        if value.ndim == 0:
+            return communicator.gather(value, 0, tiled=False)
+        return communicator.gather(value, axis, tiled=True)
+
+    return jax.tree.map(gather, nest)
+
+
+def from_first_replica(value: Any, communicator: Communicator) -> Any:
+    """Gives every replica the value of replica 0."""
+    value = jnp.asarray(value)
+    summable = _summable(value)
+    mine = communicator.replica_id == 0
+    only_first = jnp.where(mine, summable, jnp.zeros_like(summable))
+    return communicator.sum([only_first])[0].astype(value.dtype)
+
+
+def _summable(value: Any) -> Any:
+    value = jnp.asarray(value)
+    return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+
+
+def as_mean_dtype(value: Any) -> Any:
+    """Makes integers and booleans float32, in which a mean of them is expressed."""
+    value = jnp.asarray(value)
+    return value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(jnp.float32)
+
+
+def reduce_components(
+    op: ReduceOp,
+    components: Sequence[tuple[Any, Any]],
+    axes: Sequence[Axes | None],
+    communicator: Communicator,
+) -> list[Any]:
+    """Reduces, inside a replica, pairs of (component, its row count or None)."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        extremes = [
+            _local_extreme(op, value, count, axis)
+            for (value, count), axis in zip(components, axes, strict=True)
+        ]
+        return communicator.extreme(op, extremes)
+    sums = [
+        _local_sum(op, value, count, axis)
+        for (value, count), axis in zip(components, axes, strict=True)
+    ]
+    counts = [count for (_, count), axis in zip(components, axes, strict=True) if _rows(count, axis)]
+    # Sums and row counts travel together: one collective a reduction.
+    combined = communicator.sum([*sums, *counts])
+    totals, row_totals = combined[: len(sums)], combined[len(sums) :]
+    if op is ReduceOp.SUM:
+        return totals
+    rows_left = iter(row_totals)
+    means = []
+    for total, (value, count), axis in zip(totals, components, axes, strict=True):
+        if axis is None:
+            elements: Any = communicator.replica_count
+        else:
+            other = int(np.prod([value.shape[index] for index in axis if index != 0], dtype=int))
+            if _rows(count, axis):
+                elements = next(rows_left) * other
+            else:
+                elements = communicator.replica_count * other * (value.shape[0] if 0 in axis else 1)
+        means.append(_divide(total, elements).astype(as_mean_dtype(value).dtype))
+    return means
+
+
+def _rows(count: Any, axis: Axes | None) -> bool:
+    return count is not None and axis is not None and 0 in axis
+
+
+def _divide(total: Any, elements: Any) -> Any:
+    if isinstance(elements, int) and elements == 0:
+        raise ShapeError(
+            fact="the mean of a value without any element was asked for.",
+            expected="at least one element on one replica.",
+            hint="leave empty batches out.",
+        )
+    return total / elements
+
+
+def _real_rows(value: Any, count: Any) -> Any:
+    rows = jnp.arange(value.shape[0]) < count
+    return rows.reshape(rows.shape + (1,) * (value.ndim - 1))
+
+
+def _local_sum(op: ReduceOp, value: Any, count: Any, axis: Axes | None) -> Any:
+    value = as_mean_dtype(value) if op is ReduceOp.MEAN else _summable(value)
+    if count is not None:
+        value = jnp.where(_real_rows(value, count), value, jnp.zeros_like(value))
+    if axis is None:
+        return value
+    # Half floats are summed in float32, as one device sums a whole batch;
+    # integers keep their dtype, as tf.distribute's do.
+    wide = (
+        jnp.float32
+        if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+        else value.dtype
+    )
+    total = jnp.sum(value, axis=axis, dtype=wide)
+    return total if op is ReduceOp.MEAN else total.astype(value.dtype)
+
+
+def _local_extreme(op: ReduceOp, value: Any, count: Any, axis: Axes | None) -> Any:
+    value = _summable(value)
+    least = op is ReduceOp.MIN
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        neutral = jnp.array(jnp.inf if least else -jnp.inf, value.dtype)
+    else:
+        limits = jnp.iinfo(value.dtype)
+        neutral = jnp.array(limits.max if least else limits.min, value.dtype)
+    if count is not None:
+        value = jnp.where(_real_rows(value, count), value, neutral)
+    if axis is None:
+        return value
+    return (jnp.min if least else jnp.max)(value, axis=axis, initial=neutral)

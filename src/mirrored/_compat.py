@@ -1,0 +1,67 @@
+"""The one place that knows which JAX this is.
+
+Owns every touch of JAX that differs between the supported versions (0.10 on
+Python 3.11, the newest on Python 3.12) or that has no public spelling. Nothing
+else in the package imports from ``jax._src``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src import core as _jax_core
+from jax._src import xla_bridge as _xla_bridge
+from jax.sharding import AxisType
+
+REPLICA_AXIS = "replica"
+
+
+def varies_over_replicas(value: Any) -> bool:
+    """Says whether the type of ``value`` allows it to differ between replicas."""
+    aval = jax.typeof(value)
+    manual = getattr(aval, "manual_axis_type", None)
+    axes = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+    return REPLICA_AXIS in axes
+
+
+def is_traced(value: Any) -> bool:
+    """Says whether ``value`` stands for an array of a program being traced."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_differentiated(value: Any) -> bool:
+    """Says whether ``value`` is an input of a differentiation going on (``jax.grad``)."""
+    return type(value).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
+def is_typed_key(value: Any) -> bool:
+    """Says whether ``value`` is an array of new-style random keys."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def no_trace_is_open() -> bool:
+    """Says whether Python runs outside every JAX transformation (cheap)."""
+    return _jax_core.trace_state_clean()
+
+
+def a_program_is_being_staged() -> bool:
+    """Says whether operations on concrete arrays are being recorded, as in ``jax.jit``."""
+    if no_trace_is_open():
+        return False
+    return is_traced(jax.numpy.zeros(()))
+
+
+def make_mesh(devices: Any) -> jax.sharding.Mesh:
+    """Builds the one-axis mesh every strategy uses.
+
+    The axis is Auto: ``shard_map`` refuses to close over arrays on a mesh with
+    Explicit axes, and a replica function may close over whatever it likes.
+    """
+    return jax.sharding.Mesh(devices, (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def backend_has_started() -> bool:
+    """Says whether JAX has looked for devices, after which their number is fixed."""
+    return _xla_bridge.backends_are_initialized()

@@ -1,0 +1,305 @@
+"""Optimizer: an Optax transformation whose state is mirrored like its variables.
+
+Owns the reduction of gradients that still vary, and the update from the stored
+values, by which the new state is the same on all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mirrored import _context
+from mirrored._errors import ArgumentError, OwnershipError
+from mirrored._finite import finite_flags, raise_if_not_finite
+from mirrored._gradients import reduce_gradients
+from mirrored._placement import Placement, default_placement
+from mirrored._sparse import IndexedSlices, all_reduce_slices
+from mirrored._types import ReduceOp
+from mirrored._values import PerReplica
+from mirrored._variable import Variable
+
+
+@final
+class Optimizer:
+    """Updates Variables by an Optax gradient transformation.
+
+    Args:
+      tx: any ``optax.GradientTransformation``.
+      reduce: how gradients that still differ between replicas become one: "mean"
+        (the default), "sum", or None to refuse them. Gradients that are already the
+        same on all replicas are used as they are.
+      check_finite: whether to look for NaN and infinity in the gradients of each step,
+        skip the update and raise NonFiniteError naming the first variable. Costs a
+        wait for every step.
+      name: prefix of the names of the state's variables.
+
+    >>> import optax
+    >>> import mirrored
+    >>> weight = mirrored.Variable(1.0, name="weight")
+    >>> optimizer = mirrored.Optimizer(optax.sgd(0.5))
+    >>> loss, gradient = mirrored.value_and_grad(lambda: weight * weight, weight)
+    >>> optimizer.apply_gradients([(gradient, weight)])
+    >>> float(weight)
+    0.0
+    """
+
+    def __init__(
+        self,
+        tx: Any,
+        *,
+        reduce: ReduceOp | str | None = ReduceOp.MEAN,
+        check_finite: bool = False,
+        name: str = "optimizer",
+    ) -> None:
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise ArgumentError(
+                fact=f"Optimizer was given {tx!r}.",
+                expected="an Optax gradient transformation.",
+                hint="write for example mirrored.Optimizer(optax.adam(1e-3)).",
+            )
+        context = _context.current()
+        self._tx = tx
+        self._reduce = None if reduce is None else ReduceOp.parse(reduce)
+        if self._reduce in (ReduceOp.MIN, ReduceOp.MAX):
+            raise ArgumentError(
+                fact=f"Optimizer was given reduce={reduce!r}.",
+                expected='"mean", "sum" or None.',
+                hint="gradients are averaged over replicas by default.",
+            )
+        self._check_finite = check_finite
+        self.name = name
+        self._strategy = context.strategy
+        self._placement: Placement | None = context.placement
+        self._variables: list[Variable] | None = None
+        self._state: Any = None
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables it updates; empty before the first update or ``build``."""
+        return list(self._variables or [])
+
+    @property
+    def state(self) -> Any:
+        """The Optax state, with a Variable in place of every array; None before ``build``.
+
+        With ``optax.inject_hyperparams``, a learning rate is changed by
+        ``optimizer.state.hyperparams["learning_rate"].assign(0.1)``.
+        """
+        return self._state
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Creates the state for ``variables``; otherwise done by the first update."""
+        chosen = list(variables)
+        for variable in chosen:
+            self._check_owner(variable)
+        placement = chosen[0].placement if chosen else self._placement or default_placement()
+        values = [variable.storage for variable in chosen]
+        # In one compiled call: states are made of many small arrays of zeros.
+        state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
+        with _context.entered(
+            strategy=self._strategy, placement=placement, frame=None, replica=None, merging=False
+        ):
+            self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
+        self._variables = chosen
+
+    def _state_variable(self, path: Any, leaf: Any) -> Any:
+        label = f"{self.name}{jax.tree_util.keystr(path)}"
+        return Variable(leaf, trainable=False, name=label)
+
+    def _check_owner(self, variable: Any) -> None:
+        if not isinstance(variable, Variable):
+            raise ArgumentError(
+                fact=f"the optimizer was given {variable!r} where a variable belongs.",
+                expected="pairs of (gradient, mirrored.Variable).",
+                hint="write optimizer.apply_gradients(zip(gradients, variables)), in this order.",
+            )
+        if self._placement is not None and variable.placement is not self._placement:
+            raise OwnershipError(
+                fact=f"variable {variable.name!r} of {variable.placement.describe()} was given to "
+                f"optimizer {self.name!r} of {self._placement.describe()}.",
+                expected="variables and optimizer of one strategy.",
+                hint=f"create both inside the same `with strategy.scope():` (the variable: "
+                f"{variable.created_at}).",
+            )
+        if self._placement is None and variable.placement is not default_placement():
+            raise OwnershipError(
+                fact=f"optimizer {self.name!r} was created outside any scope, and variable "
+                f"{variable.name!r} belongs to {variable.placement.describe()}.",
+                expected="variables and optimizer of one strategy.",
+                hint="move the line that creates the optimizer inside `with strategy.scope():`.",
+            )
+
+    def apply_gradients(self, gradients_and_variables: Iterable[tuple[Any, Variable]]) -> None:
+        """Updates the variables by one step.
+
+        Inside ``strategy.run`` gradients that still vary are reduced first, all in one
+        collective; reduced ones are left alone.
+        """
+        pairs = list(gradients_and_variables)
+        if not pairs:
+            raise ArgumentError(
+                fact="apply_gradients was given no gradients.",
+                expected="at least one pair of (gradient, variable).",
+                hint="a zip or generator can be used only once.",
+            )
+        self._check_pairs(pairs)
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
+        if self._variables is None:
+            self._build_for(variables)
+        self._check_same(variables)
+        context = _context.current()
+        if context.replica is not None and not context.merging:
+            gradients = self._reduced(gradients, variables, context.replica)
+            with _context.entered(merging=True):
+                self._update(gradients, variables)
+        else:
+            self._update(gradients, variables)
+
+    def _check_pairs(self, pairs: list[Any]) -> None:
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise ArgumentError(
+                    fact=f"apply_gradients was given {pair!r}.",
+                    expected="pairs of (gradient, variable).",
+                    hint="write optimizer.apply_gradients(zip(gradients, variables)).",
+                )
+            gradient, variable = pair
+            self._check_owner(variable)
+            if isinstance(gradient, PerReplica):
+                raise ArgumentError(
+                    fact=f"the gradient of variable {variable.name!r} is a PerReplica value.",
+                    expected="a reduced gradient in cross-replica context.",
+                    hint='reduce it with strategy.reduce("mean", gradients), or call '
+                    "apply_gradients inside strategy.run.",
+                )
+            if gradient is None:
+                raise ArgumentError(
+                    fact=f"the gradient of variable {variable.name!r} is None.",
+                    expected="an array.",
+                    hint="leave the pair out.",
+                )
+            shape = getattr(gradient, "dense_shape", None) or jnp.shape(gradient)
+            if tuple(shape) != variable.shape:
+                raise ArgumentError(
+                    fact=f"the gradient of variable {variable.name!r} has shape {tuple(shape)}, the "
+                    f"variable {variable.shape}.",
+                    expected="equal shapes.",
+                    hint="check that gradients and variables are zipped in the same order.",
+                )
+
+    def _build_for(self, variables: list[Variable]) -> None:
+        frame = _context.current().frame
+        if frame is None or frame.is_concrete:
+            self.build(variables)
+            return
+        # Inside a trace nothing can be created: leave it, create the state, trace again.
+        raise _context.RetraceWith(lambda: self.build(variables))
+
+    def _check_same(self, variables: list[Variable]) -> None:
+        known = self._variables or []
+        if len(known) == len(variables) and all(
+            old is new for old, new in zip(known, variables, strict=True)
+        ):
+            return
+        raise ArgumentError(
+            fact=f"optimizer {self.name!r} keeps state for "
+            f"{[variable.name for variable in known]} and was given gradients of "
+            f"{[variable.name for variable in variables]}.",
+            expected="the same variables in the same order in every step.",
+            hint="use one Optimizer for each set of variables.",
+        )
+
+    def _reduced(
+        self, gradients: list[Any], variables: list[Variable], replica: _context.ReplicaContext
+    ) -> list[Any]:
+        communicator = replica.communicator
+        reduced = list(gradients)
+        varying = []
+        for index, gradient in enumerate(gradients):
+            sample = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+            if not communicator.is_own(jnp.asarray(sample)):
+                continue
+            if self._reduce is None:
+                raise ArgumentError(
+                    fact=f"the gradient of variable {variables[index].name!r} differs between "
+                    "replicas, and the optimizer was created with reduce=None.",
+                    expected="reduced gradients.",
+                    hint="use mirrored.value_and_grad, or ctx.all_reduce them first.",
+                )
+            if isinstance(gradient, IndexedSlices):
+                reduced[index] = all_reduce_slices(self._reduce, gradient, communicator)
+            else:
+                varying.append(index)
+        if varying:
+            assert self._reduce is not None
+            with jax.named_scope(f"mirrored.gradients_{self._reduce.name.lower()}"):
+                results = reduce_gradients(
+                    [gradients[index] for index in varying], self._reduce, communicator
+                )
+            for index, result in zip(varying, results, strict=True):
+                reduced[index] = result
+        return reduced
+
+    def _update(self, gradients: list[Any], variables: list[Variable]) -> None:
+        gradients = [
+            gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)
+            for gradient in gradients
+        ]
+        context = _context.current()
+        if context.frame is None:
+            self._update_eagerly(gradients, variables)
+            return
+        values = [variable.read(lend=False) for variable in variables]
+        state = jax.tree.map(lambda variable: variable.read(lend=False), self._state)
+        new_values, new_state, flags = self._step(gradients, values, state)
+        self._store(variables, new_values, new_state)
+        if flags is not None:
+            context.frame.checks.append((flags, self._check(variables)))
+
+    def _update_eagerly(self, gradients: list[Any], variables: list[Variable]) -> None:
+        values = [variable.read(lend=False) for variable in variables]
+        state = jax.tree.map(lambda variable: variable.read(lend=False), self._state)
+        step = self._compiled_step()
+        new_values, new_state, flags = step(gradients, values, state)
+        self._store(variables, new_values, new_state)
+        if flags is not None:
+            self._check(variables)(jax.device_get(flags))
+
+    def _compiled_step(self) -> Any:
+        if self._eager_step is None:
+            self._eager_step = jax.jit(self._step)
+        return self._eager_step
+
+    _eager_step: Any = None
+
+    def _step(self, gradients: Any, values: Any, state: Any) -> tuple[Any, Any, Any]:
+        updates, new_state = self._tx.update(gradients, state, values)
+        new_values = optax.apply_updates(values, updates)
+        if not self._check_finite:
+            return new_values, new_state, None
+        flags = finite_flags(gradients)
+        fine = jnp.all(flags)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jnp.where(fine, new, old)
+
+        return (
+            jax.tree.map(keep, new_values, values),
+            jax.tree.map(keep, new_state, state),
+            flags,
+        )
+
+    def _store(self, variables: list[Variable], new_values: Any, new_state: Any) -> None:
+        for variable, value in zip(variables, new_values, strict=True):
+            variable.assign(value)
+        jax.tree.map(lambda variable, value: variable.assign(value), self._state, new_state)
+
+    def _check(self, variables: list[Variable]) -> Callable[[Any], None]:
+        names = [f"the gradient of variable {variable.name!r}" for variable in variables]
+        return raise_if_not_finite(names, f"optimizer {self.name!r}")

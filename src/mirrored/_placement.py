@@ -1,0 +1,165 @@
+"""From a list of devices to a mesh and the shardings arrays live under.
+
+A Placement is what the lower layers are given instead of a strategy: which
+devices, in which order, and where a mirrored or a per-replica array belongs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mirrored import _compat
+from mirrored._errors import DeviceError
+
+
+@final
+class Placement:
+    """The devices of a strategy as a mesh with one axis, ``replica``."""
+
+    def __init__(self, devices: Sequence[jax.Device], owner_name: str) -> None:
+        self.devices = tuple(devices)
+        self.owner_name = owner_name
+        self.mesh = _compat.make_mesh(np.array(self.devices, dtype=object))
+        self.replica_count = len(self.devices)
+        self.mirrored = NamedSharding(self.mesh, PartitionSpec())
+        self.split = NamedSharding(self.mesh, PartitionSpec(_compat.REPLICA_AXIS))
+        self.device_set = frozenset(self.devices)
+        process = self.devices[0].client.process_index()
+        self.local_replica_ids = tuple(
+            index for index, device in enumerate(self.devices) if device.process_index == process
+        )
+
+    def describe(self) -> str:
+        """Names the owner and its devices, for error messages."""
+        shown = ", ".join(device_name(device) for device in self.devices[:4])
+        more = ", ..." if self.replica_count > 4 else ""
+        noun = "device" if self.replica_count == 1 else "devices"
+        return f"{self.owner_name} ({self.replica_count} {noun}: {shown}{more})"
+
+    def mirror(self, value: Any) -> jax.Array:
+        """Puts an equal copy of ``value`` on every device; never aliases the input."""
+        if isinstance(value, jax.Array) and value.sharding == self.mirrored:
+            return jax.numpy.copy(value)
+        # may_alias=False: the result is donated to training steps later, and a
+        # caller's own array must not disappear with it.
+        return jax.device_put(value, self.mirrored, may_alias=False)
+
+    def stack(self, components: Sequence[Any]) -> jax.Array:
+        """Places one equally shaped component on each device, as one array (R, ...)."""
+        if len(self.local_replica_ids) == self.replica_count:
+            if any(isinstance(component, jax.Array) for component in components):
+                stacked = jax.numpy.stack([jax.numpy.asarray(part) for part in components])
+            else:
+                stacked = np.stack([np.asarray(part) for part in components])
+            return jax.device_put(stacked, self.split)
+        first = np.asarray(components[self.local_replica_ids[0]])
+        shards = [
+            jax.device_put(np.asarray(components[index])[None], self.devices[index])
+            for index in self.local_replica_ids
+        ]
+        shape = (self.replica_count, *first.shape)
+        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.describe()} belongs to this process and cannot be pickled")
+
+
+def device_name(device: jax.Device) -> str:
+    """Writes a device the way users name it: ``cpu:1``, ``gpu:0``."""
+    return f"{device.platform}:{device.id}"
+
+
+def accelerators_or_cpus() -> list[jax.Device]:
+    """Lists this process's accelerators, or its CPU devices where there are none."""
+    return jax.local_devices()
+
+
+@functools.cache
+def default_placement() -> Placement:
+    """Returns the placement of everything made outside any scope."""
+    return Placement(jax.local_devices()[:1], "the default strategy")
+
+
+def resolve_devices(devices: Sequence[Any] | None) -> list[jax.Device]:
+    """Turns device strings and jax devices into a checked list of jax devices."""
+    if devices is None:
+        return accelerators_or_cpus()
+    if isinstance(devices, (str, jax.Device)):
+        raise DeviceError(
+            fact=f"devices={devices!r} is a single device.",
+            expected='a list of devices, for example ["gpu:0", "gpu:1"].',
+            hint="put it in a list, or leave devices out to use all of them.",
+        )
+    resolved = [_resolve_device(device) for device in devices]
+    if not resolved:
+        raise DeviceError(
+            fact="devices=[] names no device.",
+            expected="at least one device.",
+            hint="leave devices out to use all local devices.",
+        )
+    _check_unique(resolved)
+    platforms = sorted({device.platform for device in resolved})
+    if len(platforms) > 1:
+        raise DeviceError(
+            fact=f"devices mixes {' and '.join(platforms)}: "
+            f"{', '.join(device_name(device) for device in resolved)}.",
+            expected="devices of one kind, since replicas run in lockstep.",
+            hint=f"name only the {platforms[-1]} devices.",
+        )
+    return resolved
+
+
+def _check_unique(resolved: list[jax.Device]) -> None:
+    seen: set[jax.Device] = set()
+    for device in resolved:
+        if device in seen:
+            raise DeviceError(
+                fact=f"{device_name(device)} stands twice in devices.",
+                expected="each device once: one replica runs on one device.",
+                hint="remove the second one, or use mirrored.testing.use_cpu_devices(n) "
+                "for several virtual CPU devices.",
+            )
+        seen.add(device)
+
+
+def _resolve_device(device: Any) -> jax.Device:
+    if isinstance(device, jax.Device):
+        return device
+    if not isinstance(device, str):
+        raise DeviceError(
+            fact=f"{device!r} ({type(device).__name__}) is not a device.",
+            expected='a string such as "gpu:0" or "cpu:1", or a jax.Device.',
+            hint="see jax.local_devices() for what there is.",
+        )
+    # tf.distribute's users write "/gpu:0" or "/device:GPU:0".
+    name = device.lower().rsplit("/", 1)[-1].removeprefix("device:")
+    kind, _, number = name.partition(":")
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind)
+    available = _devices_of(platform)
+    if number == "" and len(available) == 1:
+        return available[0]
+    if number.isdigit() and available:
+        for candidate in available:
+            if candidate.id == int(number) or candidate.local_hardware_id == int(number):
+                return candidate
+    everything = ", ".join(device_name(found) for found in available or jax.local_devices())
+    raise DeviceError(
+        fact=f"there is no device {device!r} on this machine.",
+        expected=f"one of: {everything}.",
+        hint="leave devices out to use all local devices; for virtual CPU devices call "
+        "mirrored.testing.use_cpu_devices(n) first.",
+    )
+
+
+def _devices_of(platform: str) -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:
+        # JAX's word for "no such platform here".
+        return []

@@ -1,0 +1,1 @@
+def progress(x, **k): return x

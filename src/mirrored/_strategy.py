@@ -1,0 +1,483 @@
+"""Strategies: which devices train in lockstep, and the calls that use them.
+
+A strategy owns its placement and its compiled replica functions; what run,
+reduce and the data calls mean is in the layers below. Strategy is abstract; the
+others are final and differ only in the devices they put in the mesh.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirrored import _compat, _context, _debug
+from mirrored._captures import fingerprint
+from mirrored._collectives import reduce_components
+from mirrored._data import (
+    DistributedDataset,
+    InputContext,
+    distribute_arrays_or_batches,
+    distribute_from_function,
+)
+from mirrored._errors import ArgumentError, ContextError
+from mirrored._finite import require_finite
+from mirrored._placement import Placement, default_placement, resolve_devices
+from mirrored._program import Programs
+from mirrored._reduction import gather_nest, reduce_nest
+from mirrored._run import refuse_nested, run_replicas
+from mirrored._sparse import IndexedSlices, is_reducible, reduce_slices
+from mirrored._types import ReduceOp
+from mirrored._values import PerReplica, flatten, map_nest
+
+_MOST_FUNCTIONS = 128
+
+
+@final
+class ValueContext:
+    """What ``distribute_values_from_function`` tells its function about a replica."""
+
+    def __init__(self, replica_id_in_sync_group: int, num_replicas_in_sync: int) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica_id_in_sync_group={self.replica_id_in_sync_group}, "
+            f"num_replicas_in_sync={self.num_replicas_in_sync})"
+        )
+
+
+class Strategy(abc.ABC):
+    """A set of devices that run one program in lockstep.
+
+    Use one of MirroredStrategy, OneDeviceStrategy or MultiWorkerMirroredStrategy.
+    """
+
+    def __init__(self) -> None:
+        self._functions: collections.OrderedDict[Any, Programs] = collections.OrderedDict()
+
+    @property
+    @abc.abstractmethod
+    def placement(self) -> Placement:
+        """The devices of the strategy as a mesh, for the layers that place arrays."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas gradients are aggregated over."""
+        return self.placement.replica_count
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, one a replica, in replica order."""
+        return self.placement.devices
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The JAX mesh, with the one axis ``"replica"``."""
+        return self.placement.mesh
+
+    # --- contexts ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this strategy current: variables made inside are mirrored on its devices.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     weights = mirrored.Variable([1.0, 2.0], name="weights")
+        >>> len(weights.value.devices())
+        2
+        """
+        with _context.scope(self, self.placement), _context.companions(self):
+            yield self
+
+    @contextlib.contextmanager
+    def debug(self) -> Iterator[Strategy]:
+        """Runs replica functions one after another, uncompiled, with concrete values.
+
+        Inside the block ``print``, ``breakpoint()`` and NumPy work in replica functions
+        and ``replica_id_in_sync_group`` is a Python integer. Much slower.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def replica_function():
+        ...     print("replica", mirrored.get_replica_context().replica_id_in_sync_group)
+        >>> with strategy.debug():
+        ...     strategy.run(replica_function)
+        replica 0
+        replica 1
+        """
+        with _debug.debugging(self):
+            yield self
+
+    # --- running -----------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Runs ``fn`` on every replica.
+
+        PerReplica values anywhere in ``args`` and ``kwargs`` become this replica's
+        component; everything else is given to all replicas. Arrays and Python numbers
+        are traced; other Python values, bools included, are given as they are.
+
+        Args:
+          fn: the replica function; traced once, whatever the number of replicas.
+          args: a tuple or list of positional arguments.
+          kwargs: a dictionary of keyword arguments.
+
+        Returns:
+          What ``fn`` returns, leaf by leaf: a plain array where it is provably the same
+          on all replicas (the result of a collective, say), a PerReplica where it may
+          differ, Python constants as they are.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.run(lambda x: 2 * x, args=(mirrored.PerReplica([1, 3]),))
+        PerReplica[2 | 6]
+        """
+        args, kwargs = _context.require_argument_nest(args, kwargs)
+        refuse_nested("strategy.run")
+        if not callable(fn):
+            raise ArgumentError(
+                fact=f"run was given {fn!r}, which cannot be called.",
+                expected="a function.",
+                hint="write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).",
+            )
+        context = _context.current()
+        if context.strategy not in (None, self):
+            raise ContextError(
+                fact=f"Mixing different strategies: {self.placement.describe()}.run was called "
+                "inside the scope of another one.",
+                expected="one strategy at a time.",
+                hint="leave the other scope first.",
+            )
+        if _debug.is_debugging(self):
+            return _debug.run_one_after_another(self, self.placement, fn, args, kwargs)
+        if context.frame is not None or _compat.a_program_is_being_staged():
+            return run_replicas(self, self.placement, fn, args, kwargs)
+        args, kwargs = map_nest(
+            lambda leaf: leaf.placed(self.placement) if isinstance(leaf, PerReplica) else leaf,
+            (args, kwargs),
+        )
+        return self._programs_of(fn).call(args, kwargs)
+
+    def _programs_of(self, fn: Callable[..., Any]) -> Programs:
+        key = fingerprint(fn)
+        programs = self._functions.get(key)
+        if programs is None:
+
+            def replicated(*args: Any, **kwargs: Any) -> Any:
+                return run_replicas(self, self.placement, fn, args, kwargs)
+
+            programs = self._functions[key] = Programs(replicated, fn)
+            if len(self._functions) > _MOST_FUNCTIONS:
+                self._functions.popitem(last=False)
+        else:
+            self._functions.move_to_end(key)
+        return programs
+
+    # --- values ------------------------------------------------------------------
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Reduces per-replica values to one, the same on all devices.
+
+        Args:
+          reduce_op: SUM, MEAN, MIN or MAX, as a ReduceOp or a string.
+          value: a PerReplica value, or a nest of them.
+          axis: None reduces elementwise over replicas; an integer or a tuple also
+            reduces these axes of each component. MEAN then divides by the number of
+            elements of all replicas together, so uneven and empty components count
+            as they should. The mean of integers is float32.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> value = mirrored.PerReplica([[0, 1, 2, 3], [4, 5]])
+        >>> float(strategy.reduce("mean", value, axis=0))
+        2.5
+        """
+        _context.require_cross_replica("strategy.reduce")
+        op = ReduceOp.parse(reduce_op)
+        axes = _parsed_axis(axis)
+        context = _context.current()
+        if context.replica is not None:
+            return _reduce_merged(op, value, axes, context.replica)
+        leaves, structure = jax.tree.flatten(value, is_leaf=is_reducible)
+        slices = [index for index, leaf in enumerate(leaves) if _has_slices(leaf)]
+        dense = [leaf for index, leaf in enumerate(leaves) if index not in slices]
+        results = iter(reduce_nest(self.placement, op, dense, axes))
+        return structure.unflatten(
+            [
+                reduce_slices(self.placement, op, leaf) if index in slices else next(results)
+                for index, leaf in enumerate(leaves)
+            ]
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the components of per-replica values along ``axis``.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.gather(mirrored.PerReplica([[1, 2], [3]]), axis=0).tolist()
+        [1, 2, 3]
+        """
+        _context.require_cross_replica("strategy.gather")
+        return gather_nest(self.placement, value, axis)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns this process's components of a per-replica value, as a tuple.
+
+        A value that is not per-replica is returned as a tuple of itself.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.local_results(mirrored.PerReplica([1, 2]))
+        (1, 2)
+        """
+        leaves, structure = flatten(value)
+        if not any(isinstance(leaf, PerReplica) for leaf in leaves):
+            return (value,)
+        parts = [
+            leaf.components() if isinstance(leaf, PerReplica) else None for leaf in leaves
+        ]
+        count = next(len(part) for part in parts if part is not None)
+        return tuple(
+            structure.unflatten(
+                [
+                    leaf if part is None else part[index]
+                    for leaf, part in zip(leaves, parts, strict=True)
+                ]
+            )
+            for index in range(count)
+        )
+
+    def check_finite(self, nest: Any) -> None:
+        """Raises NonFiniteError, naming the first leaf, if a NaN or infinity is in ``nest``.
+
+        Args:
+          nest: Variables, arrays, PerReplica values, or a nest of them.
+        """
+        _context.require_cross_replica("strategy.check_finite")
+        require_finite(nest)
+
+    # --- data --------------------------------------------------------------------
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        remainder: str = "pad",
+        prefetch: int = 2,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> DistributedDataset:
+        """Splits global batches over the replicas; see ``DistributedDataset``.
+
+        >>> import numpy as np
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> for batch in strategy.distribute_dataset(np.arange(7), batch_size=4):
+        ...     print(batch)
+        PerReplica[[0 1] | [2 3]]
+        PerReplica[[4 5] | [6]]
+        """
+        return distribute_arrays_or_batches(
+            self.placement,
+            dataset,
+            batch_size=batch_size,
+            remainder=remainder,
+            prefetch=prefetch,
+            shuffle=shuffle,
+            seed=seed,
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        *,
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Distributes what ``dataset_fn(input_context)`` returns: batches for one replica each.
+
+        The function is called once for each process (input pipeline); consecutive
+        elements go to consecutive replicas.
+        """
+        return distribute_from_function(self.placement, dataset_fn, prefetch=prefetch)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Makes a per-replica value by calling ``value_fn`` once for each local replica.
+
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.distribute_values_from_function(lambda c: c.replica_id_in_sync_group * 10)
+        PerReplica[0 | 10]
+        """
+        _context.require_cross_replica("strategy.distribute_values_from_function")
+        count = self.num_replicas_in_sync
+        local = {
+            index: value_fn(ValueContext(index, count))
+            for index in self.placement.local_replica_ids
+        }
+        first = next(iter(local.values()))
+        if len(local) == count:
+            return jax.tree.map(lambda *parts: PerReplica(parts), *local.values())
+        # Other processes fill in their own components; here they only keep the place.
+        everything = [local.get(index, first) for index in range(count)]
+        return jax.tree.map(lambda *parts: PerReplica(parts).placed(self.placement), *everything)
+
+    # --- the spellings of tf.distribute -------------------------------------------
+
+    experimental_local_results = local_results
+    experimental_distribute_dataset = distribute_dataset
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    experimental_distribute_values_from_function = distribute_values_from_function
+
+    def __repr__(self) -> str:
+        return f"<{self.placement.describe()}>"
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            fact=f"{self!r} was pickled or copied.",
+            expected="one strategy object in each process, since it owns devices.",
+            hint="create the strategy where it is used.",
+        )
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Everything on one device, through the same code as several.
+
+    Args:
+      device: a device string such as "cpu:0" or "gpu:1", or a jax.Device; the first
+        local device if left out.
+
+    >>> import mirrored
+    >>> mirrored.OneDeviceStrategy("cpu:0").num_replicas_in_sync
+    1
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+        devices = resolve_devices(None if device is None else [device])[:1]
+        self._placement = Placement(devices, type(self).__name__)
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+
+@final
+class MirroredStrategy(Strategy):
+    """One replica on each of several devices of this process.
+
+    Args:
+      devices: device strings such as ["gpu:0", "gpu:1"], or jax devices; all local
+        accelerators if left out, or all CPU devices where there is none. Other
+        devices are never touched.
+
+    >>> import mirrored
+    >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> strategy.num_replicas_in_sync
+    2
+    """
+
+    def __init__(self, devices: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        self._placement = Placement(resolve_devices(devices), type(self).__name__)
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """One replica on every device of every process of the cluster.
+
+    The processes must have found each other with ``jax.distributed.initialize``
+    before; in a single process it is a MirroredStrategy over all devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Sorted by process, so that each worker's replicas, and with them its share of
+        # every batch, stand together.
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        self._placement = Placement(devices, type(self).__name__)
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+
+@final
+class _DefaultStrategy(Strategy):
+    """What is current outside every scope: one replica on the first local device."""
+
+    @property
+    def placement(self) -> Placement:
+        # Found when first asked for: importing the library must not start a backend.
+        return default_placement()
+
+
+_DEFAULT = _DefaultStrategy()
+_context.set_default_strategy(_DEFAULT)
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy; outside any scope the default one, with one replica.
+
+    >>> import mirrored
+    >>> mirrored.get_strategy().num_replicas_in_sync
+    1
+    """
+    strategy = _context.current().strategy
+    return _DEFAULT if strategy is None else strategy
+
+
+def _parsed_axis(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if not axes or not all(isinstance(item, (int, np.integer)) for item in axes):
+        raise ArgumentError(
+            fact=f"reduce was given axis={axis!r}.",
+            expected="None, an integer or a tuple of integers.",
+            hint="axis=None reduces elementwise over replicas; axis=0 also sums the rows.",
+        )
+    return tuple(int(item) for item in axes)
+
+
+def _has_slices(leaf: Any) -> bool:
+    if isinstance(leaf, PerReplica) and leaf.stacked is None:
+        return any(isinstance(part, IndexedSlices) for part in leaf.components())
+    return isinstance(leaf, IndexedSlices)
+
+
+def _reduce_merged(
+    op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replica: _context.ReplicaContext
+) -> Any:
+    """Reduces inside merge_call, where the program's replicas are still in sight."""
+
+    def reduce_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            if op is ReduceOp.SUM or axes is not None:
+                raise ArgumentError(
+                    fact=f"reduce({op.name}) inside merge_call was given a value that is the same "
+                    "on every replica.",
+                    expected="a value that may differ between replicas.",
+                    hint="use the value itself.",
+                )
+            return leaf
+        component = leaf.stacked[0]
+        axis = None if axes is None else tuple(sorted(index % component.ndim for index in axes))
+        return reduce_components(op, [(component, None)], [axis], replica.communicator)[0]
+
+    return map_nest(reduce_leaf, value)
+

@@ -1,0 +1,230 @@
+"""PerReplica: one value a replica, as one array over the mesh.
+
+Owns how values that differ between replicas are held and taken apart. A
+component is either placed (a slice of one array of shape (R, ...)), or still a
+host value that nobody has placed yet; only host components may differ in shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirrored import _compat
+from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, TracingError
+from mirrored._placement import Placement
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class PerReplica:
+    """A value with one component for each replica.
+
+    ``Strategy.run`` returns one wherever the result may differ between replicas,
+    ``Strategy.distribute_dataset`` yields them, and ``Strategy.reduce``,
+    ``Strategy.gather`` and ``Strategy.local_results`` take them apart.
+
+    Where components have different numbers of rows, the rows are kept padded to
+    the longest and each component remembers how many are real.
+
+    >>> import mirrored
+    >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> strategy.reduce("sum", mirrored.PerReplica([1.0, 3.0])).item()
+    4.0
+    """
+
+    __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
+
+    def __init__(self, components: Iterable[Any]) -> None:
+        parts = tuple(components)
+        if not parts:
+            raise ArgumentError(
+                fact="PerReplica was given no components.",
+                expected="one component for each replica.",
+                hint="use strategy.distribute_values_from_function to make one for each replica.",
+            )
+        self._components: tuple[Any, ...] | None = parts
+        self._stacked: Any = None
+        self._row_counts: Any = None
+        self._is_batch = False
+
+    @classmethod
+    def from_stacked(
+        cls, stacked: Any, row_counts: Any = None, *, is_batch: bool = False
+    ) -> PerReplica:
+        """Wraps an array of shape (R, ...) whose first axis is the replica.
+
+        Args:
+          stacked: the array, placed or being traced.
+          row_counts: integers of shape (R,), how many rows of each component are
+            real; None where all are.
+          is_batch: whether the rows are the examples of a batch.
+        """
+        value = cls.__new__(cls)
+        value._components = None
+        value._stacked = stacked
+        value._row_counts = row_counts
+        value._is_batch = is_batch
+        return value
+
+    @property
+    def stacked(self) -> Any:
+        """The placed array (R, ...); None while the components are host values."""
+        return self._stacked
+
+    @property
+    def row_counts(self) -> Any:
+        """How many rows of each component are real, or None if all are."""
+        return self._row_counts
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the rows of the components are the examples of a batch."""
+        return self._is_batch
+
+    @property
+    def replica_count(self) -> int:
+        """The number of components."""
+        if self._components is not None:
+            return len(self._components)
+        return self._stacked.shape[0]
+
+    def placed(self, placement: Placement) -> PerReplica:
+        """Returns this value as one array over the devices of ``placement``."""
+        if self.replica_count != placement.replica_count:
+            raise ArgumentError(
+                fact=f"a PerReplica with {self.replica_count} components was given to "
+                f"{placement.describe()}.",
+                expected=f"{placement.replica_count} components, one for each replica.",
+                hint="use values made by the same strategy, or take them apart with "
+                "strategy.local_results first.",
+            )
+        if self._components is None:
+            return self
+        if any(_compat.is_traced(part) for part in self._components):
+            parts, counts = _pad_rows(self._components, jax.numpy)
+            return PerReplica.from_stacked(jax.numpy.stack(parts), counts)
+        parts, counts = _pad_rows(self._components, np)
+        return PerReplica.from_stacked(placement.stack(parts), counts)
+
+    def components(self) -> tuple[Any, ...]:
+        """Returns this process's components, without padding, in replica order."""
+        if self._components is not None:
+            return self._components
+        if _compat.is_traced(self._stacked):
+            return self._traced_components()
+        shards = sorted(
+            self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0
+        )
+        parts = tuple(shard.data[0] for shard in shards)
+        if len(parts) == 1 and len(shards[0].data) > 1:
+            parts = tuple(shards[0].data)
+        if self._row_counts is None:
+            return parts
+        counts = np.asarray(self._row_counts)
+        ids = [shard.index[0].start or 0 for shard in shards]
+        return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
+
+    def _traced_components(self) -> tuple[Any, ...]:
+        if self._row_counts is not None:
+            raise TracingError(
+                fact="the components of a batch with padded rows were asked for while a "
+                "program is traced, where their true lengths are not known.",
+                expected="local_results or gather of uneven components outside "
+                "mirrored.function and jax.jit.",
+                hint="return the PerReplica value from the compiled function and take it "
+                "apart there.",
+            )
+        return tuple(self._stacked[index] for index in range(self.replica_count))
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
+        """Splits into arrays and structure, for JAX."""
+        if self._components is not None:
+            return self._components, ("components", False)
+        return (self._stacked, self._row_counts), ("stacked", self._is_batch)
+
+    @classmethod
+    def tree_unflatten(cls, form: tuple[str, bool], children: Sequence[Any]) -> PerReplica:
+        """Rebuilds from what tree_flatten gave; the children may be any objects."""
+        kind, is_batch = form
+        value = cls.__new__(cls)
+        value._components = tuple(children) if kind == "components" else None
+        value._stacked, value._row_counts = children if kind == "stacked" else (None, None)
+        value._is_batch = is_batch
+        return value
+
+    def __repr__(self) -> str:
+        if self._components is None and not isinstance(self._stacked, jax.Array):
+            return f"PerReplica({self._stacked!r})"
+        if self._components is None and _compat.is_traced(self._stacked):
+            return f"PerReplica(traced {self._stacked.dtype}{list(self._stacked.shape)})"
+        body = " | ".join(str(np.asarray(part)) for part in self.components())
+        return f"PerReplica[{body}]"
+
+    def __iter__(self) -> Any:
+        raise _not_a_single_value("iterated over")
+
+    def __bool__(self) -> bool:
+        raise _not_a_single_value("used as a condition")
+
+    def __float__(self) -> float:
+        raise _not_a_single_value("turned into a Python number")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _not_a_single_value("turned into an array")
+
+
+def _not_a_single_value(what: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        fact=f"a PerReplica value was {what}, but it has one component for each replica.",
+        expected="one value: the replicas' values reduced or taken apart first.",
+        hint='use strategy.reduce("mean", value), strategy.gather(value, axis=0) or '
+        "strategy.local_results(value).",
+    )
+
+
+def _pad_rows(parts: Sequence[Any], namespace: Any) -> tuple[list[Any], Any]:
+    """Pads components along axis 0 to the longest; returns them and the row counts."""
+    arrays = [part if _compat.is_typed_key(part) else namespace.asarray(part) for part in parts]
+    shapes = [array.shape for array in arrays]
+    if len(set(shapes)) == 1:
+        return arrays, None
+    if any(len(shape) == 0 for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
+        raise ShapeError(
+            fact="the components of a PerReplica value have the shapes "
+            f"{' | '.join(str(shape) for shape in shapes)}.",
+            expected="components that differ in their first axis at most, since all "
+            "replicas run one program.",
+            hint="pad the other axes to one size first.",
+        )
+    longest = max(shape[0] for shape in shapes)
+    counts = np.array([shape[0] for shape in shapes], np.int32)
+    dtype = namespace.result_type(*arrays)
+    padded = [
+        namespace.concatenate(
+            [
+                array.astype(dtype),
+                namespace.zeros((longest - array.shape[0], *array.shape[1:]), dtype),
+            ]
+        )
+        for array in arrays
+    ]
+    return padded, counts
+
+
+def is_per_replica(value: Any) -> bool:
+    """Says whether ``value`` is a PerReplica; the ``is_leaf`` of every nest walk."""
+    return isinstance(value, PerReplica)
+
+
+def flatten(nest: Any) -> tuple[list[Any], Any]:
+    """Flattens a nest with PerReplica values and Variables as leaves."""
+    return jax.tree.flatten(nest, is_leaf=is_per_replica)
+
+
+def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
+    """Maps over a nest with PerReplica values as leaves."""
+    return jax.tree.map(function, nest, *rest, is_leaf=is_per_replica)

@@ -1,0 +1,560 @@
+"""Variable: one array with a placement and an aggregation.
+
+Owns the rules of reading and writing in every context, so that no sequence of
+writes leaves a mirrored variable different between replicas. How a program
+carries variables through a trace is in ``_program``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrored import _compat, _context
+from mirrored._collectives import from_first_replica, reduce_components
+from mirrored._errors import ArgumentError, ContextError, OwnershipError, VariableError
+from mirrored._placement import Placement, default_placement
+from mirrored._reduction import reduce_nest
+from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
+from mirrored._values import PerReplica
+
+_LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+_SERIAL = itertools.count()
+
+# Variables whose current array was handed out; a program that would donate it
+# donates a copy instead, so that what the user holds stays alive.
+_LENT: set[int] = set()
+
+_AGGREGATED_READ = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+}
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: Variable, other: Any) -> Any:
+        right = other.read(lend=False) if isinstance(other, Variable) else other
+        return function(self.read(lend=False), right)
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: Variable, other: Any) -> Any:
+        return function(other, self.read(lend=False))
+
+    return method
+
+
+@final
+class Variable:
+    """An array that training changes, with one copy on every replica.
+
+    Made inside ``strategy.scope()`` it lives on all devices of the strategy and
+    is equal on all of them; made outside any scope it has one replica.
+
+    Args:
+      initial_value: an array, a number or a function that returns one.
+      trainable: whether it is meant to be updated from gradients; kept for those
+        who ask.
+      name: used in messages and checkpoints; made up if left out.
+      dtype: the dtype to convert the initial value to.
+      synchronization: ON_WRITE (the default, as AUTO) keeps one value; ON_READ one
+        component a replica, aggregated when read outside the replicas.
+      aggregation: how values written by replicas (ON_WRITE) or kept by them
+        (ON_READ) become one: NONE, SUM, MEAN or ONLY_FIRST_REPLICA.
+
+    >>> import mirrored
+    >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> with strategy.scope():
+    ...     total = mirrored.Variable(0.0, aggregation="sum")
+    >>> def replica_function():
+    ...     context = mirrored.get_replica_context()
+    ...     total.assign_add(context.replica_id_in_sync_group + 1.0)
+    >>> strategy.run(replica_function)
+    >>> float(total)
+    3.0
+    """
+
+    __array_priority__ = 1000
+    __array_ufunc__ = None
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> None:
+        context = _context.current()
+        self.serial = serial = next(_SERIAL)
+        self.name = name if name is not None else f"variable_{serial}"
+        if context.frame is not None or context.replica is not None:
+            raise ContextError(
+                fact=f"variable {self.name!r} was created inside a replica function or a "
+                "mirrored.function.",
+                expected="variables created once, before training starts.",
+                hint="create it outside, inside `with strategy.scope():`.",
+            )
+        self.trainable = trainable
+        self.synchronization = VariableSynchronization.parse(synchronization)
+        self.aggregation = VariableAggregation.parse(aggregation)
+        self.placement: Placement = context.placement or default_placement()
+        self.created_at = _caller()
+        value = initial_value() if callable(initial_value) else initial_value
+        if isinstance(value, Variable):
+            value = value.read(lend=False)
+        if _compat.is_traced(value) or _compat.a_program_is_being_staged():
+            raise ContextError(
+                fact=f"variable {self.name!r} was created while JAX traces a program.",
+                expected="variables created once, outside jax.jit and jax.grad.",
+                hint="create it before the compiled function is called.",
+            )
+        value = jnp.asarray(value, dtype=dtype)
+        self._check_aggregation(value.dtype)
+        self.shape = value.shape
+        self.dtype = value.dtype
+        if self.on_read:
+            self._array = self._spread(value)
+        else:
+            self._array = self.placement.mirror(value)
+        _LIVE[serial] = self
+
+    def _check_aggregation(self, dtype: Any) -> None:
+        if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+            raise VariableError(
+                fact=f"variable {self.name!r} has dtype {dtype} and aggregation MEAN.",
+                expected="a floating dtype for MEAN, since the mean of integers is not one.",
+                hint='use aggregation="sum" or "only_first_replica", or a float dtype.',
+            )
+
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica keeps a component of its own."""
+        return self.synchronization in (
+            VariableSynchronization.ON_READ,
+            VariableSynchronization.NONE,
+        )
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=int))
+
+    # --- reading ---------------------------------------------------------------
+
+    @property
+    def value(self) -> Any:
+        """The value as the running context sees it.
+
+        In a replica function this replica's copy; in cross-replica context the
+        mirrored value, or the aggregate of an ON_READ variable's components.
+        """
+        return self.read()
+
+    def read_value(self) -> Any:
+        """The same as ``value``, spelled as in TensorFlow."""
+        return self.read()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array, in a copy."""
+        return np.array(self.read(lend=False))
+
+    def read(self, *, lend: bool = True) -> Any:
+        """Reads the variable; ``lend=False`` where the array is used up at once."""
+        context = _context.current()
+        if context.differentiated and self in context.differentiated:
+            return context.differentiated[self]
+        slot = self._slot(context, "read")
+        if slot is not None:
+            slot.read = True
+            stored = slot.ref[...]
+            if context.replica is None:
+                return self._aggregated(stored) if self.on_read else stored
+            if context.merging:
+                return self._merged(context, stored) if self.on_read else stored
+            return context.replica.communicator.own(stored)
+        if self.on_read:
+            return self._aggregated(self._array)
+        if lend:
+            _LENT.add(self.serial)
+        return self._array
+
+    def _aggregated(self, stacked: Any) -> Any:
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return jax.device_put(stacked[0], self.placement.mirrored)
+        op = self._read_op()
+        return reduce_nest(self.placement, op, PerReplica.from_stacked(stacked), None)
+
+    def _merged(self, context: _context.Context, component: Any) -> Any:
+        assert context.replica is not None
+        communicator = context.replica.communicator
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return from_first_replica(component, communicator)
+        return reduce_components(self._read_op(), [(component, None)], [None], communicator)[0]
+
+    def _read_op(self) -> ReduceOp:
+        op = _AGGREGATED_READ.get(self.aggregation)
+        if op is None:
+            raise VariableError(
+                fact=f"variable {self.name!r} (ON_READ, aggregation NONE) was read in "
+                "cross-replica context, where its components have no single value.",
+                expected="an aggregation, or a read inside a replica function.",
+                hint='create it with aggregation="sum", "mean" or "only_first_replica".',
+            )
+        return op
+
+    def _slot(self, context: _context.Context, action: str) -> _context.Slot | None:
+        """Finds this variable's storage in the running trace; None outside traces."""
+        frame = context.frame
+        if frame is None:
+            if context.replica is not None:
+                self._check_owner(context.placement)
+            if _compat.a_program_is_being_staged():
+                raise ContextError(
+                    fact=f"variable {self.name!r} was {action} inside jax.jit (or another JAX "
+                    "transformation that compiles), which would freeze its value.",
+                    expected="variables used inside mirrored.function or strategy.run, or eagerly.",
+                    hint="replace @jax.jit by @mirrored.function, or pass variable.value as an "
+                    "argument.",
+                )
+            return None
+        slot = frame.slot(self)
+        if slot is None:
+            self._check_owner(frame.placement)
+            raise ContextError(
+                fact=f"variable {self.name!r} was created while the function using it was traced.",
+                expected="variables created before the function is called.",
+                hint="create it outside the function.",
+            )
+        return slot
+
+    def _check_owner(self, placement: Placement | None) -> None:
+        if placement is None or placement is self.placement:
+            return
+        if self.placement is default_placement():
+            raise OwnershipError(
+                fact=f"variable {self.name!r}, created outside any scope at {self.created_at}, "
+                f"was used in {placement.describe()}.",
+                expected="variables of a strategy created inside its scope.",
+                hint=f"move the line {self.created_at} inside `with strategy.scope():`.",
+            )
+        raise OwnershipError(
+            fact=f"variable {self.name!r} of {self.placement.describe()} was used in "
+            f"{placement.describe()}.",
+            expected="a variable of the strategy that runs.",
+            hint=f"create it in the scope of the strategy that runs ({self.created_at}), or run "
+            "with the strategy it belongs to.",
+        )
+
+    # --- writing ---------------------------------------------------------------
+
+    def assign(self, value: Any) -> Variable:
+        """Sets the variable; see the class for how replicas' values are combined."""
+        return self._write("assign", value, None)
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds to the stored value."""
+        return self._write("assign_add", delta, operator.add)
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtracts from the stored value."""
+        return self._write("assign_sub", delta, operator.sub)
+
+    def _write(self, action: str, value: Any, combine: Any) -> Variable:
+        context = _context.current()
+        if context.differentiated and self in context.differentiated:
+            raise VariableError(
+                fact=f"variable {self.name!r} was written inside the loss function that is "
+                "differentiated with respect to it.",
+                expected="writes after the gradient is taken.",
+                hint="move the write behind value_and_grad.",
+            )
+        if isinstance(value, PerReplica):
+            raise VariableError(
+                fact=f"{action} of variable {self.name!r} was given a PerReplica value in "
+                "cross-replica context.",
+                expected="one value for all replicas.",
+                hint='reduce it first: strategy.reduce("mean", value); or write inside '
+                "strategy.run with an aggregation.",
+            )
+        slot = self._slot(context, "written")
+        value = self._checked(action, value)
+        if slot is None:
+            self._array = self._placed(self._written_across(action, self._array, value, combine))
+            return self
+        value = jax.lax.stop_gradient(value)
+        slot.written = True
+        slot.read = slot.read or combine is not None
+        if context.replica is None:
+            slot.ref[...] = self._written_across(action, slot.ref[...], value, combine)
+        elif self.on_read:
+            self._write_component(context, action, slot, value, combine)
+        else:
+            combined = self._combined(context, action, value).astype(self.dtype)
+            combined = jnp.broadcast_to(combined, self.shape)
+            stored = slot.ref[...]
+            slot.ref[...] = combined if combine is None else combine(stored, combined)
+        return self
+
+    def _checked(self, action: str, value: Any) -> Any:
+        if isinstance(value, Variable):
+            value = value.read(lend=False)
+        value = jnp.asarray(value)
+        fits = value.shape == self.shape
+        if action != "assign" and not fits:
+            try:
+                fits = np.broadcast_shapes(value.shape, self.shape) == self.shape
+            except ValueError:
+                fits = False
+        if not fits:
+            raise VariableError(
+                fact=f"{action} of variable {self.name!r} of shape {self.shape} was given a value "
+                f"of shape {value.shape}.",
+                expected=f"shape {self.shape}.",
+                hint="check the axes of the value; a variable never changes its shape.",
+            )
+        if jnp.issubdtype(value.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise VariableError(
+                fact=f"{action} of variable {self.name!r} of dtype {self.dtype} was given "
+                f"{value.dtype}.",
+                expected=f"a value that {self.dtype} can hold.",
+                hint=f"convert it with .astype({self.dtype}), or give the variable a float dtype.",
+            )
+        return value.astype(self.dtype)
+
+    def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
+        """Makes one value of what the replicas write, by the variable's aggregation."""
+        assert context.replica is not None
+        communicator = context.replica.communicator
+        own = communicator.is_own(value)
+        if context.merging:
+            if own:
+                self._refuse_varying(action)
+            return value
+        if self.aggregation is VariableAggregation.SUM:
+            return communicator.sum([value])[0]
+        if not own:
+            return value
+        if self.aggregation is VariableAggregation.MEAN:
+            return reduce_components(ReduceOp.MEAN, [(value, None)], [None], communicator)[0]
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return from_first_replica(value, communicator)
+        return self._refuse_varying(action)
+
+    def _refuse_varying(self, action: str) -> Any:
+        raise VariableError(
+            fact=f"{action} of variable {self.name!r} (aggregation {self.aggregation.name}) was "
+            "given a value that may differ between replicas.",
+            expected="a value that is provably the same on all replicas, or an aggregation that "
+            "makes it so.",
+            hint='reduce it first with ctx.all_reduce("mean", value); or create the variable with '
+            "an aggregation; or, to compute from the stored values, write inside "
+            "ctx.merge_call(lambda strategy: variable.assign(...)).",
+        )
+
+    def _write_component(
+        self, context: _context.Context, action: str, slot: _context.Slot, value: Any, combine: Any
+    ) -> None:
+        assert context.replica is not None
+        communicator = context.replica.communicator
+        component = slot.ref[...]
+        if context.merging:
+            if communicator.is_own(value):
+                self._refuse_varying(action)
+            if combine is not None:
+                value = combine(self._cross_readable(action, lambda: self.read()), value)
+            share = self._share(value, communicator.replica_id)
+            slot.ref[...] = communicator.own(jnp.broadcast_to(share, self.shape))
+            return
+        mine = communicator.own(jnp.broadcast_to(value, self.shape))
+        slot.ref[...] = mine if combine is None else combine(component, mine)
+
+    def _written_across(self, action: str, stored: Any, value: Any, combine: Any) -> Any:
+        """Computes the new stored array of a write in cross-replica context."""
+        if not self.on_read:
+            return value if combine is None else combine(stored, value)
+        if combine is not None:
+            value = combine(self._cross_readable(action, lambda: self._aggregated(stored)), value)
+        elif self.aggregation is VariableAggregation.NONE:
+            self._refuse_cross(action)
+        return self._spread(value)
+
+    def _cross_readable(self, action: str, read: Callable[[], Any]) -> Any:
+        if self.aggregation in (VariableAggregation.NONE, VariableAggregation.SUM):
+            self._refuse_cross(action)
+        return read()
+
+    def _refuse_cross(self, action: str) -> None:
+        raise VariableError(
+            fact=f"{action} of variable {self.name!r} (ON_READ, aggregation "
+            f"{self.aggregation.name}) was called in cross-replica context.",
+            expected="a write inside strategy.run, or an aggregation for which it has a meaning.",
+            hint="write inside strategy.run"
+            + (", or use assign." if self.aggregation is VariableAggregation.SUM else "."),
+        )
+
+    def _spread(self, value: Any) -> Any:
+        """Makes the stacked components whose aggregate is ``value``."""
+        count = self.placement.replica_count
+        shares = [self._share(jnp.asarray(value), index) for index in range(count)]
+        if any(_compat.is_traced(share) for share in shares):
+            return jnp.stack(shares)
+        return self.placement.stack([np.asarray(share) for share in shares])
+
+    def _share(self, value: Any, replica_id: Any) -> Any:
+        if self.aggregation is not VariableAggregation.SUM:
+            return value
+        count = self.placement.replica_count
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            return value / count
+        # Integers: the remainder goes to the first replicas, so the total is kept.
+        return value // count + (replica_id < value % count).astype(value.dtype)
+
+    def _placed(self, array: Any) -> Any:
+        wanted = self.placement.split if self.on_read else self.placement.mirrored
+        if not self.on_read:
+            array = jnp.broadcast_to(array, self.shape)
+            if isinstance(array, jax.Array) and array.sharding != wanted:
+                return self.placement.mirror(array)
+            return array
+        return array if array.sharding == wanted else jax.device_put(array, wanted)
+
+    # --- storage, for programs and checkpoints -----------------------------------
+
+    @property
+    def storage(self) -> jax.Array:
+        """The stored array: mirrored, or (R, ...) for ON_READ; for programs only."""
+        return self._array
+
+    @storage.setter
+    def storage(self, array: jax.Array) -> None:
+        self._array = array
+
+    @property
+    def storage_sharding(self) -> Any:
+        """The sharding the stored array has."""
+        return self.placement.split if self.on_read else self.placement.mirrored
+
+    # --- arithmetic --------------------------------------------------------------
+
+    def __jax_array__(self) -> Any:
+        return self.read()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read(lend=False)[index]
+
+    def __len__(self) -> int:
+        return len(self.read(lend=False))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read(lend=False))
+
+    def __float__(self) -> float:
+        return float(self.read(lend=False))
+
+    def __int__(self) -> int:
+        return int(self.read(lend=False))
+
+    def __index__(self) -> int:
+        return operator.index(self.read(lend=False))
+
+    def __bool__(self) -> bool:
+        return bool(self.read(lend=False))
+
+    def __neg__(self) -> Any:
+        return -self.read(lend=False)
+
+    def __abs__(self) -> Any:
+        return abs(self.read(lend=False))
+
+    @property
+    def T(self) -> Any:  # noqa: N802 (NumPy's name)
+        """The transposed value."""
+        return self.read(lend=False).T
+
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        kind = "" if self.synchronization is VariableSynchronization.AUTO else (
+            f" {self.synchronization.name}"
+        )
+        aggregation = "" if self.aggregation is VariableAggregation.NONE else (
+            f" aggregation={self.aggregation.name}"
+        )
+        return (
+            f"<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{kind}{aggregation} "
+            f"on {self.placement.describe()}>"
+        )
+
+    def __copy__(self) -> Variable:
+        raise _not_copyable(self)
+
+    def __deepcopy__(self, memo: Any) -> Variable:
+        raise _not_copyable(self)
+
+
+def _not_copyable(variable: Variable) -> ArgumentError:
+    return ArgumentError(
+        fact=f"variable {variable.name!r} was copied.",
+        expected="one object for each variable, since programs refer to it.",
+        hint="create a new mirrored.Variable(variable.value) in the scope.",
+    )
+
+
+def live_variables(placement: Placement | None) -> list[Variable]:
+    """Lists the variables in existence (of one placement), oldest first."""
+    variables = [_LIVE[serial] for serial in sorted(_LIVE.keys()) if serial in _LIVE]
+    if placement is None:
+        return variables
+    return [variable for variable in variables if variable.placement is placement]
+
+
+def return_lent(variables: list[Variable]) -> None:
+    """Gives each variable whose array was handed out an array of its own again."""
+    if not _LENT:
+        return
+    for variable in variables:
+        if variable.serial in _LENT:
+            variable.storage = jnp.copy(variable.storage)
+            _LENT.discard(variable.serial)
+
+
+def _caller() -> str:
+    """Finds the line outside this library that is creating a variable."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mirrored."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,44 @@
+"""Eight virtual CPU devices for every test, and one strategy of every kind."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import mirrored.testing
+
+mirrored.testing.use_cpu_devices(8)
+
+import jax
+import pytest
+
+import mirrored
+
+STRATEGIES = {
+    "default": mirrored.get_strategy,
+    "one_device": lambda: mirrored.OneDeviceStrategy("cpu:0"),
+    "mirrored_1": lambda: mirrored.MirroredStrategy(["cpu:0"]),
+    "mirrored_2": lambda: mirrored.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_3": lambda: mirrored.MirroredStrategy(["cpu:5", "cpu:1", "cpu:3"]),
+    "mirrored_4": lambda: mirrored.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "mirrored_8": lambda: mirrored.MirroredStrategy(),
+    "multi_worker": lambda: mirrored.MultiWorkerMirroredStrategy(),
+}
+
+
+@pytest.fixture(params=list(STRATEGIES))
+def strategy(request: pytest.FixtureRequest) -> mirrored.Strategy:
+    """One strategy of every kind and several sizes."""
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture
+def two() -> mirrored.Strategy:
+    """The two replicas of the conformance page."""
+    return mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def make_strategy(replica_count: int) -> mirrored.Strategy:
+    """Makes a strategy with a given number of replicas."""
+    return mirrored.MirroredStrategy(jax.devices()[:replica_count])
