@@ -19,7 +19,12 @@ REPLICA_AXIS = "replica"
 
 def varies_over_replicas(value: Any) -> bool:
     """Says whether the type of ``value`` allows it to differ between replicas."""
-    aval = jax.typeof(value)
+    return type_varies_over_replicas(jax.typeof(value))
+
+
+def type_varies_over_replicas(aval: Any) -> bool:
+    """The same of a type; a Ref's type is that of what it holds."""
+    aval = getattr(aval, "inner_aval", aval)
     manual = getattr(aval, "manual_axis_type", None)
     axes = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
     return REPLICA_AXIS in axes

@@ -22,6 +22,7 @@ from mirrored import _compat
 from mirrored._collectives import Communicator, SingleCommunicator, all_gather, all_reduce
 from mirrored._errors import ArgumentError, ContextError, PaddingError
 from mirrored._placement import Placement
+from mirrored._sparse import all_reduce_slices, is_slices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, map_nest
 
@@ -226,7 +227,17 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(op)
         with jax.named_scope(f"mirrored.all_reduce_{op.name.lower()}"):
-            return all_reduce(op, value, self._communicator)
+            leaves, structure = jax.tree.flatten(value, is_leaf=is_slices)
+            dense = [leaf for leaf in leaves if not is_slices(leaf)]
+            reduced = iter(all_reduce(op, dense, self._communicator))
+            return structure.unflatten(
+                [
+                    all_reduce_slices(op, leaf, self._communicator)
+                    if is_slices(leaf)
+                    else next(reduced)
+                    for leaf in leaves
+                ]
+            )
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates ``value`` (a nest) of all replicas along ``axis``; scalars are stacked."""

@@ -42,7 +42,7 @@ def is_array_like(leaf: Any) -> bool:
 def _signature(leaf: Any) -> Any:
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
-        return (leaf.shape, leaf.dtype, leaf.weak_type)
+        return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype != object:
         return (leaf.shape, _canonical(leaf.dtype), False)
     if isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool):

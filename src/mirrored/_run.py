@@ -6,7 +6,7 @@ what comes out. Variables travel through the program as arguments and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from mirrored._errors import (
 )
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
+from mirrored._soundness import sub_programs, varying_outputs
 from mirrored._values import PerReplica, flatten
 from mirrored._variable import Variable, live_variables
 
@@ -145,13 +146,19 @@ class _Replicated:
         self._arguments = arguments
         self._variables = variables
         self._outer = frame
+        self._hidden: frozenset[int] = frozenset()
 
     def result(self) -> Any:
         """Traces the program into the surrounding trace and rebuilds the results."""
         operands = self._operands(self._arguments)
-        program = self._shard_map(self._arguments)
-        jaxpr = jax.make_jaxpr(program)(*operands)
-        _refuse_gradients_of_captures(jaxpr, len(jax.tree.leaves(operands)))
+        jaxpr = jax.make_jaxpr(self._shard_map(self._arguments))(*operands)
+        inner = _replica_program(jaxpr)
+        if self._find_hidden_differences(inner):
+            # Typed as the same on all replicas, but decided by control flow that
+            # differs: trace again with these results marked as varying.
+            jaxpr = jax.make_jaxpr(self._shard_map(self._arguments))(*operands)
+            inner = _replica_program(jaxpr)
+        _refuse_gradients_of_captures(inner, len(jax.tree.leaves(operands)))
         structure = self._structure
         flat = jax.extend.core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
         (same, stored), (own, components), flags = structure.unflatten(flat)
@@ -167,6 +174,24 @@ class _Replicated:
             rows = counts if number in per_row else None
             outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
         return self._out_treedef.unflatten(outputs)
+
+    def _find_hidden_differences(self, inner: Any) -> bool:
+        """Checks the results typed as mirrored; says whether the trace must be repeated."""
+        varying = varying_outputs(inner)
+        hidden = [index for index, varies in zip(self._same, varying, strict=False) if varies]
+        first = len(self._same)
+        for variable, varies in zip(self._written, varying[first:], strict=False):
+            if varies:
+                raise VariableError(
+                    fact=f"variable {variable.name!r} would differ between replicas: it was "
+                    "written under control flow (lax.cond, switch or while_loop) that differs "
+                    "between replicas, or with a value that came out of it.",
+                    expected="a value that is the same on all replicas.",
+                    hint='reduce the value first with ctx.all_reduce("mean", value), or select '
+                    "with jnp.where.",
+                )
+        self._hidden = frozenset(hidden)
+        return bool(hidden)
 
     def _operands(self, arguments: _Arguments) -> tuple[Any, ...]:
         per_replica = list(arguments.per_replica.values())
@@ -252,7 +277,8 @@ class _Replicated:
                 leaf = leaf.read(lend=False)
             elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
                 continue
-            if _compat.varies_over_replicas(leaf):
+            if index in self._hidden or _compat.varies_over_replicas(leaf):
+                leaf = to_varying(leaf)
                 self._own.append(index)
                 own.append(jnp.expand_dims(leaf, 0))
             else:
@@ -374,38 +400,42 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         ) from error
 
 
-def _refuse_gradients_of_captures(jaxpr: Any, operand_count: int) -> None:
+def _replica_program(jaxpr: Any) -> Any:
+    """Finds the program of one replica in the trace of all of them."""
+    for equation in jaxpr.jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            inner = equation.params["jaxpr"]
+            return getattr(inner, "jaxpr", inner)
+    raise AssertionError("the trace of a run holds no shard_map")
+
+
+def _refuse_gradients_of_captures(inner: Any, operand_count: int) -> None:
     """Refuses a gradient with respect to an array the function closed over.
 
     Such an array is the same on all replicas by type, so JAX sums its gradient over
     the replicas by itself; averaged or summed again it is quietly wrong.
     """
-    for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive.name != "shard_map":
-            continue
-        inner = equation.params["jaxpr"]
-        inner = getattr(inner, "jaxpr", inner)
-        captured = {
-            _shape_of(variable)
-            for variable in inner.invars[: len(inner.invars) - operand_count]
-            if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-        }
-        if not captured:
-            continue
-        summed: dict[Any, int] = {}
-        shared: dict[Any, int] = {}
-        _count_sums(inner, summed, shared, transposed=False)
-        for shape in captured:
-            if summed.get(shape, 0) > shared.get(shape, 0):
-                raise GradientError(
-                    fact="the gradient with respect to an array that the replica function closed "
-                    f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
-                    "sums it over the replicas by itself.",
-                    expected="parameters passed to the replica function as arguments, so that "
-                    "their gradient is this replica's own.",
-                    hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
-                    "mirrored.value_and_grad, which reduces exactly once.",
-                )
+    captured = {
+        _shape_of(variable)
+        for variable in inner.invars[: len(inner.invars) - operand_count]
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    }
+    if not captured:
+        return
+    summed: dict[Any, int] = {}
+    shared: dict[Any, int] = {}
+    _count_sums(inner, summed, shared, transposed=False)
+    for shape in captured:
+        if summed.get(shape, 0) > shared.get(shape, 0):
+            raise GradientError(
+                fact="the gradient with respect to an array that the replica function closed "
+                f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
+                "sums it over the replicas by itself.",
+                expected="parameters passed to the replica function as arguments, so that "
+                "their gradient is this replica's own.",
+                hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
+                "mirrored.value_and_grad, which reduces exactly once.",
+            )
 
 
 def _shape_of(variable: Any) -> tuple[Any, Any]:
@@ -425,16 +455,8 @@ def _count_sums(
             tally = summed if backward else shared
             for output in equation.outvars:
                 tally[_shape_of(output)] = tally.get(_shape_of(output), 0) + 1
-        for inner in _inner_jaxprs(equation):
+        for inner in sub_programs(equation):
             _count_sums(inner, summed, shared, transposed=backward)
-
-
-def _inner_jaxprs(equation: Any) -> Iterator[Any]:
-    for parameter in equation.params.values():
-        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = getattr(candidate, "jaxpr", candidate)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def refuse_nested(what: str) -> None:

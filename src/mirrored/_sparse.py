@@ -75,6 +75,11 @@ def _as_array(value: Any) -> Any:
     return value if isinstance(value, PerReplica) else jnp.asarray(value)
 
 
+def is_slices(value: Any) -> bool:
+    """Says whether ``value`` is an IndexedSlices; the ``is_leaf`` of nest walks."""
+    return isinstance(value, IndexedSlices)
+
+
 def is_reducible(value: Any) -> bool:
     """Says whether ``value`` is one leaf of a reduction."""
     return isinstance(value, (PerReplica, IndexedSlices))
