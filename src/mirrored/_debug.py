@@ -22,7 +22,7 @@ from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten
+from mirrored._values import PerReplica, flatten, is_object_leaf
 from mirrored._variable import Variable
 
 _DEBUGGED: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_debugged", default=None)
@@ -331,7 +331,7 @@ def _store(placement: Placement, frames: list[_context.Frame]) -> None:
 
 
 def _combined(placement: Placement, results: list[Any], communicators: list[Any]) -> Any:
-    flat = [jax.tree.flatten(result) for result in results]
+    flat = [jax.tree.flatten(result, is_leaf=is_object_leaf) for result in results]
     structures = {str(structure) for _, structure in flat}
     if len(structures) > 1:
         raise ContextError(

@@ -17,7 +17,7 @@ from mirrored import _compat, _context
 from mirrored._collectives import Communicator, reduce_components
 from mirrored._errors import ArgumentError, PaddingError
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
 
 
@@ -211,7 +211,7 @@ def grad(
 
 def flatten_variables(variables: Any) -> tuple[list[Variable], Any]:
     """Flattens a nest of Variables, refusing everything that has no gradient."""
-    leaves, structure = jax.tree.flatten(variables, is_leaf=lambda leaf: isinstance(leaf, Variable))
+    leaves, structure = jax.tree.flatten(variables, is_leaf=is_object_leaf)
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise ArgumentError(

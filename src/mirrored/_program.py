@@ -22,6 +22,7 @@ from mirrored import _compat, _context
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
+from mirrored._values import is_object_leaf
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -104,7 +105,7 @@ class _Compiled:
             args, kwargs = treedef.unflatten(filled)
             with _context.entered(frame=frame):
                 result = function(*args, **kwargs)
-            outputs, self._out_treedef = jax.tree.flatten(result)
+            outputs, self._out_treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
             # Python numbers that come out are constants of the program.
             is_result = [
                 is_array_like(leaf) and not isinstance(leaf, _TRACED_NUMBERS) for leaf in outputs
@@ -226,12 +227,12 @@ class Programs:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
         return self._find(leaves, treedef)(leaves)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
         return self._find(leaves, treedef).lower(leaves)
 
     def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:

@@ -27,7 +27,7 @@ from mirrored._errors import (
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
 from mirrored._soundness import sub_programs, varying_outputs
-from mirrored._values import PerReplica, flatten
+from mirrored._values import PerReplica, flatten, is_object_leaf
 from mirrored._variable import Variable, live_variables
 
 _AXIS = _compat.REPLICA_AXIS
@@ -267,15 +267,13 @@ class _Replicated:
         )
 
     def _classify(self, result: Any) -> tuple[list[Any], list[Any]]:
-        leaves, self._out_treedef = jax.tree.flatten(result)
+        leaves, self._out_treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
         self._constants: list[Any] = list(leaves)
         self._same: list[int] = []
         self._own: list[int] = []
         same, own = [], []
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Variable):
-                leaf = leaf.read(lend=False)
-            elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
                 continue
             if index in self._hidden or _compat.varies_over_replicas(leaf):
                 leaf = to_varying(leaf)

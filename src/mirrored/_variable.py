@@ -24,7 +24,7 @@ from mirrored._errors import ArgumentError, ContextError, OwnershipError, Variab
 from mirrored._placement import Placement, default_placement
 from mirrored._reduction import reduce_nest
 from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
-from mirrored._values import PerReplica
+from mirrored._values import NestLeaf, PerReplica
 
 _LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _SERIAL = itertools.count()
@@ -55,7 +55,7 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
 
 
 @final
-class Variable:
+class Variable(NestLeaf):
     """An array that training changes, with one copy on every replica.
 
     Made inside ``strategy.scope()`` it lives on all devices of the strategy and
@@ -524,6 +524,13 @@ class Variable:
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise _not_copyable(self)
+
+
+# Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and
+# jax.nn.relu(variable) work because they find an array in it.
+jax.tree_util.register_pytree_node(
+    Variable, lambda variable: ((variable.read(),), None), lambda _, children: children[0]
+)
 
 
 def _not_copyable(variable: Variable) -> ArgumentError:
