@@ -145,7 +145,7 @@ def test_a_padded_batch_nobody_asked_about_is_refused(two):
     assert float(two.reduce("mean", doubled, axis=0)) == 6.0
     # A matrix that happens to have as many rows as the batch is not a batch.
     square = two.run(
-        lambda x: (jnp.ones((4, 2)) * mirrored.get_replica_context().example_weights.sum()),
+        lambda x: jnp.ones((4, 2)) * mirrored.get_replica_context().example_weights.sum(),
         (batch,),
     )
     assert [part.shape for part in two.local_results(square)] == [(4, 2), (4, 2)]

@@ -491,9 +491,7 @@ def test_a_collective_only_some_replicas_reach_is_refused(two):
         context = mirrored.get_replica_context()
         rank = context.replica_id_in_sync_group
         anybody = context.all_reduce("max", rank) > 0
-        return jax.lax.cond(
-            anybody, lambda: context.all_reduce("sum", rank), lambda: jnp.int32(0)
-        )
+        return jax.lax.cond(anybody, lambda: context.all_reduce("sum", rank), lambda: jnp.int32(0))
 
     assert int(two.run(agreed)) == 1
 

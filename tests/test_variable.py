@@ -28,7 +28,11 @@ TABLE = {
 }
 CASES = {key: 25 + index for index, key in enumerate(TABLE)}
 ACTIONS = ("assign", "assign_add", "assign_sub", "add_one", "cross_assign", "cross_add")
-AGGREGATED = {"sum": sum, "mean": lambda parts: sum(parts) / 2, "only_first_replica": lambda p: p[0]}
+AGGREGATED = {
+    "sum": sum,
+    "mean": lambda parts: sum(parts) / 2,
+    "only_first_replica": lambda p: p[0],
+}
 
 
 def table_rows():
@@ -59,7 +63,9 @@ def act(strategy, v, action):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize(("synchronization", "aggregation", "action", "expected"), list(table_rows()))
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "action", "expected"), list(table_rows())
+)
 def test_the_table(two, synchronization, aggregation, action, expected, compiled):
     with two.scope():
         # ON_READ components start at 10 each, whatever the aggregation.
@@ -67,7 +73,9 @@ def test_the_table(two, synchronization, aggregation, action, expected, compiled
         v = mirrored.Variable(
             start, name="v", synchronization=synchronization, aggregation=aggregation
         )
-    call = mirrored.function(lambda: act(two, v, action)) if compiled else lambda: act(two, v, action)
+    call = (
+        mirrored.function(lambda: act(two, v, action)) if compiled else lambda: act(two, v, action)
+    )
     if expected == RAISES:
         with pytest.raises(mirrored.VariableError, match=r"(?s)'v'.*hint:"):
             call()

@@ -32,7 +32,7 @@ def type_varies_over_replicas(aval: Any) -> bool:
 
 def is_traced(value: Any) -> bool:
     """Says whether ``value`` stands for an array of a program being traced."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, _jax_core.Tracer)
 
 
 def is_differentiated(value: Any) -> bool:
@@ -43,7 +43,7 @@ def is_differentiated(value: Any) -> bool:
 def is_typed_key(value: Any) -> bool:
     """Says whether ``value`` is an array of new-style random keys."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def no_trace_is_open() -> bool:

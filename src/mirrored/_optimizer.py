@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mirrored import _context
+from mirrored import _context, _replica
 from mirrored._errors import ArgumentError, OwnershipError
 from mirrored._finite import finite_flags, raise_if_not_finite
 from mirrored._gradients import reduce_gradients
@@ -216,7 +216,7 @@ class Optimizer:
         )
 
     def _reduced(
-        self, gradients: list[Any], variables: list[Variable], replica: _context.ReplicaContext
+        self, gradients: list[Any], variables: list[Variable], replica: _replica.ReplicaContext
     ) -> list[Any]:
         communicator = replica.communicator
         reduced = list(gradients)

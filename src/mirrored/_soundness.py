@@ -4,7 +4,8 @@ JAX's types say what varies over replicas, but not through control flow: of a
 ``lax.cond`` on the replica's number, both branches constant, it says that the
 result does not vary. This module owns following a traced program equation by
 equation, branches and loops included, so that such a value is never stored as a
-mirrored one; and refusing collectives that only some replicas would reach.
+mirrored one; and refusing collectives that only some replicas would reach, and
+gradients that JAX has summed behind the user's back.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
+import jax.numpy as jnp
+
 from mirrored import _compat
-from mirrored._errors import ContextError
+from mirrored._errors import ContextError, GradientError
 
 _MAKE_EQUAL = ("psum", "pmax", "pmin", "all_gather_invariant", "all_gather_reduced")
 _OTHER_COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
@@ -165,7 +168,67 @@ def _called_jaxpr(equation: Any) -> Any:
     return None
 
 
-def sub_programs(equation: Any) -> Iterator[Any]:
+def replica_program(jaxpr: Any) -> Any:
+    """Finds the program of one replica in the trace of all of them."""
+    for equation in jaxpr.jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            inner = equation.params["jaxpr"]
+            return getattr(inner, "jaxpr", inner)
+    message = "the trace of a run holds no shard_map"
+    raise AssertionError(message)
+
+
+def refuse_gradients_of_captures(inner: Any, operand_count: int) -> None:
+    """Refuses a gradient with respect to an array the function closed over.
+
+    Such an array is the same on all replicas by type, so JAX sums its gradient over
+    the replicas by itself; averaged or summed again it is quietly wrong.
+    """
+    captured = {
+        _shape_of(variable)
+        for variable in inner.invars[: len(inner.invars) - operand_count]
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    }
+    if not captured:
+        return
+    summed: dict[Any, int] = {}
+    shared: dict[Any, int] = {}
+    _count_sums(inner, summed, shared, transposed=False)
+    for shape in captured:
+        if summed.get(shape, 0) > shared.get(shape, 0):
+            raise GradientError(
+                fact="the gradient with respect to an array that the replica function closed "
+                f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
+                "sums it over the replicas by itself.",
+                expected="parameters passed to the replica function as arguments, so that "
+                "their gradient is this replica's own.",
+                hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
+                "mirrored.value_and_grad, which reduces exactly once.",
+            )
+
+
+def _shape_of(variable: Any) -> tuple[Any, Any]:
+    return (variable.aval.shape, variable.aval.dtype)
+
+
+def _count_sums(
+    jaxpr: Any, summed: dict[Any, int], shared: dict[Any, int], *, transposed: bool
+) -> None:
+    """Counts the psums that differentiation inserted, and the collectives that explain them."""
+    for equation in jaxpr.eqns:
+        backward = transposed or "transpose(" in str(equation.source_info.name_stack)
+        name = equation.primitive.name
+        if name.startswith(("psum", "all_reduce", "pmax", "pmin", "all_gather")):
+            # What a collective made is shared by all replicas as well: its gradient is
+            # summed for a good reason.
+            tally = summed if backward else shared
+            for output in equation.outvars:
+                tally[_shape_of(output)] = tally.get(_shape_of(output), 0) + 1
+        for inner in _sub_programs(equation):
+            _count_sums(inner, summed, shared, transposed=backward)
+
+
+def _sub_programs(equation: Any) -> Iterator[Any]:
     """Yields every program inside an equation's parameters."""
     for parameter in equation.params.values():
         for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):

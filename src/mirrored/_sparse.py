@@ -90,7 +90,9 @@ def all_reduce_slices(op: ReduceOp, slices: IndexedSlices, communicator: Communi
     _check_op(op)
     values = communicator.gather(slices.values, 0, tiled=True)
     indices = communicator.gather(slices.indices, 0, tiled=True)
-    return IndexedSlices(_scaled(op, values, communicator.replica_count), indices, slices.dense_shape)
+    return IndexedSlices(
+        _scaled(op, values, communicator.replica_count), indices, slices.dense_shape
+    )
 
 
 def reduce_slices(placement: Placement, op: ReduceOp, slices: Any) -> IndexedSlices:

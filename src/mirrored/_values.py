@@ -177,19 +177,19 @@ class PerReplica:
         return f"PerReplica[{body}]"
 
     def __iter__(self) -> Any:
-        raise _not_a_single_value("iterated over")
+        raise _not_a_single_value(what="iterated over")
 
     def __bool__(self) -> bool:
-        raise _not_a_single_value("used as a condition")
+        raise _not_a_single_value(what="used as a condition")
 
     def __float__(self) -> float:
-        raise _not_a_single_value("turned into a Python number")
+        raise _not_a_single_value(what="turned into a Python number")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _not_a_single_value("turned into an array")
+        raise _not_a_single_value(what="turned into an array")
 
 
-def _not_a_single_value(what: str) -> ArgumentTypeError:
+def _not_a_single_value(*, what: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         fact=f"a PerReplica value was {what}, but it has one component for each replica.",
         expected="one value: the replicas' values reduced or taken apart first.",
