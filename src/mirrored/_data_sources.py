@@ -15,7 +15,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from mirrored._data_batches import BatchPlacer, HostBatch, Remainder, is_array
+from mirrored._data_batches import BatchPlacer, HostBatch, Remainder, is_array, is_data_leaf
 from mirrored._data_elements import NOTHING, Cursor, Elements, Start, is_iterable
 from mirrored._errors import ArgumentError, DataError
 
@@ -312,7 +312,7 @@ def _require_positive(batch_size: Any) -> None:
 
 
 def _require_arrays(source: Any, batch_size: int) -> None:
-    leaves = jax.tree.leaves(source)
+    leaves = jax.tree.leaves(source, is_leaf=is_data_leaf)
     if leaves and all(is_array(leaf) for leaf in leaves):
         return
     odd = next((leaf for leaf in leaves if not is_array(leaf)), source)
@@ -349,4 +349,4 @@ def _require_last(cursor: Cursor, row_count: int, full: int, number: int) -> Non
 
 
 def _is_one_leaf(source: Any) -> bool:
-    return jax.tree_util.all_leaves([source])
+    return jax.tree_util.all_leaves([source], is_leaf=is_data_leaf)

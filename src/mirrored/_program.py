@@ -159,7 +159,7 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
     written_count, result_count = len(outline.written), len(outline.result_places)
     # Variables the code never touched are inputs of the trace only; the program gets
     # zeros in their place, which XLA removes, and keeps no reference to them.
-    sources = [
+    sources: list[tuple[str, Any]] = [
         ("written", written[variable])
         if variable in written
         else ("read", read_only[variable])

@@ -8,7 +8,7 @@ host value that nobody has placed yet; only host components may differ in shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -25,6 +25,20 @@ class NestLeaf:
 def is_object_leaf(value: Any) -> bool:
     """Says whether a nest walk must hand over ``value`` itself: a Variable, say."""
     return isinstance(value, NestLeaf)
+
+
+class _Stacked(NamedTuple):
+    """The placed form of a PerReplica."""
+
+    array: Any
+    row_counts: Any
+    is_batch: bool
+
+
+class _Children(tuple[Any, ...]):
+    """Host components that JAX hands back: of any type, to be kept as they are."""
+
+    __slots__ = ()
 
 
 @final
@@ -48,20 +62,26 @@ class PerReplica:
     __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
 
     def __init__(self, components: Iterable[Any]) -> None:
+        self._components: tuple[Any, ...] | None = None
+        self._stacked: Any = None
+        self._row_counts: Any = None
+        self._is_batch = False
+        if isinstance(components, _Stacked):
+            self._stacked, self._row_counts, self._is_batch = components
+            return
+        if isinstance(components, _Children):
+            self._components = tuple(components)
+            return
         # Lists become arrays here: to JAX a list is a structure, not a value.
-        parts = tuple(
+        self._components = tuple(
             np.asarray(part) if isinstance(part, (list, tuple)) else part for part in components
         )
-        if not parts:
+        if not self._components:
             raise ArgumentError(
                 fact="PerReplica was given no components.",
                 expected="one component for each replica.",
                 hint="use strategy.distribute_values_from_function to make one for each replica.",
             )
-        self._components: tuple[Any, ...] | None = parts
-        self._stacked: Any = None
-        self._row_counts: Any = None
-        self._is_batch = False
 
     @classmethod
     def from_stacked(
@@ -75,12 +95,7 @@ class PerReplica:
             real; None where all are.
           is_batch: whether the rows are the examples of a batch.
         """
-        value = cls.__new__(cls)
-        value._components = None
-        value._stacked = stacked
-        value._row_counts = row_counts
-        value._is_batch = is_batch
-        return value
+        return cls(_Stacked(stacked, row_counts, is_batch))
 
     @property
     def stacked(self) -> Any:
@@ -162,11 +177,10 @@ class PerReplica:
     def tree_unflatten(cls, form: tuple[str, bool], children: Sequence[Any]) -> PerReplica:
         """Rebuilds from what tree_flatten gave; the children may be any objects."""
         kind, is_batch = form
-        value = cls.__new__(cls)
-        value._components = tuple(children) if kind == "components" else None
-        value._stacked, value._row_counts = children if kind == "stacked" else (None, None)
-        value._is_batch = is_batch
-        return value
+        if kind == "stacked":
+            stacked, row_counts = children
+            return cls(_Stacked(stacked, row_counts, is_batch))
+        return cls(_Children(children))
 
     def __repr__(self) -> str:
         if self._components is None and not isinstance(self._stacked, jax.Array):

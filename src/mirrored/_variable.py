@@ -7,9 +7,9 @@ carries variables through a trace is in ``_program``.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -488,7 +488,8 @@ def return_lent(variables: list[Variable]) -> None:
 
 def _caller() -> str:
     """Finds the line outside this library that is creating a variable."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mirrored."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
