@@ -70,3 +70,16 @@ def make_mesh(devices: Any) -> jax.sharding.Mesh:
 def backend_has_started() -> bool:
     """Says whether JAX has looked for devices, after which their number is fixed."""
     return _xla_bridge.backends_are_initialized()
+
+
+def scan_operand_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a traced ``lax.scan`` are constants, and how many its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def open_program(program: Any) -> Any:
+    """The equations' holder of a traced (sub)program, which older JAX wraps once more."""
+    return getattr(program, "jaxpr", program)
