@@ -58,6 +58,16 @@ def a_program_is_being_staged() -> bool:
     return is_traced(jax.numpy.zeros(()))
 
 
+def keeps_64_bits() -> bool:
+    """Says whether JAX keeps 64-bit types, or narrows them to 32."""
+    return jax.dtypes.canonicalize_dtype("int64").itemsize == 8
+
+
+def is_computed(array: Any) -> bool:
+    """Says whether the value of an array is there, so that reading it does not wait."""
+    return array.is_ready()
+
+
 def make_mesh(devices: Any) -> jax.sharding.Mesh:
     """Builds the one-axis mesh every strategy uses.
 

@@ -96,7 +96,7 @@ class BatchPlacer:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         # 64-bit types are kept or narrowed as the thread that asks for batches has it.
-        self._enable_x64 = bool(jax.config.jax_enable_x64)
+        self._enable_x64 = _compat.keeps_64_bits()
         count, local = placement.replica_count, placement.local_replica_ids
         self._all_local = len(local) == count
         self._local_ids = np.array(local)
@@ -215,7 +215,7 @@ def host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     array = leaf if type(leaf) is np.ndarray else _converted(leaf, name)
     dtype = array.dtype
     if dtype.kind not in "biufc" and (
-        dtype.kind in "mOSU" or not jax.dtypes.issubdtype(dtype, np.number)
+        dtype.kind in "mOSU" or not jax.numpy.issubdtype(dtype, np.number)
     ):
         raise DataError(
             fact=f"{name()} is an array of {dtype}.",
@@ -264,7 +264,8 @@ def _converted(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     if not callable(detach):
         return np.asarray(leaf)
     # A torch tensor may take part in autograd or live on another device.
-    tensor: Any = detach().cpu()
+    detached: Any = detach()
+    tensor = detached.cpu()
     try:
         return np.asarray(tensor)
     except TypeError:

@@ -306,7 +306,7 @@ def _is_ready(value: Any) -> bool:
     array = _array_of(value)
     if not isinstance(array, jax.Array) or array.is_deleted():
         return True
-    return array.is_ready()
+    return _compat.is_computed(array)
 
 
 def _array_of(value: Any) -> Any:
