@@ -8,6 +8,7 @@ of replicas.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from mirrored import _compat, _context
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
+from mirrored._values import is_object_leaf
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -42,7 +44,7 @@ def is_array_like(leaf: Any) -> bool:
 def _signature(leaf: Any) -> Any:
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
-        return (leaf.shape, leaf.dtype, leaf.weak_type)
+        return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype != object:
         return (leaf.shape, _canonical(leaf.dtype), False)
     if isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool):
@@ -67,125 +69,145 @@ def _shown(signature: Any) -> str:
     return "another object"
 
 
+@dataclasses.dataclass
+class _Outline:
+    """What a trace learned besides its equations."""
+
+    out_treedef: Any
+    # Python values that come out as they are; None in the places of arrays.
+    constants: list[Any]
+    result_places: list[int]
+    written: list[Variable]
+    read_only: list[Variable]
+    checks: list[Callable[[Any], None]]
+    placement: Placement | None
+
+
+def _trace(
+    function: Callable[..., Any], treedef: Any, leaves: list[Any], places: list[int]
+) -> tuple[Any, list[Variable], _Outline]:
+    """Traces ``function`` with every living variable as a possible input."""
+    variables = live_variables(None)
+    outlines: list[_Outline] = []
+
+    def staged(stored: list[Any], dynamic: list[Any]) -> Any:
+        slots = {
+            variable: _context.Slot(jax.new_ref(array))
+            for variable, array in zip(variables, stored, strict=True)
+        }
+        frame = _context.Frame(slots, None)
+        filled = list(leaves)
+        for place, value in zip(places, dynamic, strict=True):
+            filled[place] = value
+        args, kwargs = treedef.unflatten(filled)
+        with _context.entered(frame=frame):
+            result = function(*args, **kwargs)
+        outputs, out_treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+        # Python numbers that come out are constants of the program.
+        result_places = [
+            place
+            for place, leaf in enumerate(outputs)
+            if is_array_like(leaf) and not isinstance(leaf, _TRACED_NUMBERS)
+        ]
+        constants = [None if place in result_places else leaf for place, leaf in enumerate(outputs)]
+        written = [variable for variable, slot in slots.items() if slot.written]
+        read_only = [v for v, slot in slots.items() if slot.read and not slot.written]
+        outlines.append(
+            _Outline(
+                out_treedef,
+                constants,
+                result_places,
+                written,
+                read_only,
+                [check for _, check in frame.checks],
+                frame.placement or _common_placement([*written, *read_only]),
+            )
+        )
+        final_values = [slots[variable].ref[...] for variable in written]
+        results = [outputs[place] for place in result_places]
+        return final_values, results, [flag for flag, _ in frame.checks]
+
+    stored = [
+        jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
+        for variable in variables
+    ]
+    jaxpr = jax.make_jaxpr(staged)(stored, [leaves[place] for place in places])
+    return jaxpr, variables, outlines[0]
+
+
+def _common_placement(variables: list[Variable]) -> Placement | None:
+    placements = {id(variable.placement): variable for variable in variables}
+    if len(placements) > 1:
+        first, second, *_ = placements.values()
+        raise OwnershipError(
+            fact=f"one compiled function uses variable {first.name!r} of "
+            f"{first.placement.describe()} and variable {second.name!r} of "
+            f"{second.placement.describe()}.",
+            expected="variables of one strategy in one compiled function.",
+            hint=f"create both in the same scope ({first.created_at}, {second.created_at}).",
+        )
+    for variable in placements.values():
+        return variable.placement
+    return None
+
+
+def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
+    """Makes the jitted program: (written, read, arguments) -> (new values, results, flags)."""
+    evaluate = jaxpr_as_fun(jaxpr)
+    written = {variable: index for index, variable in enumerate(outline.written)}
+    read_only = {variable: index for index, variable in enumerate(outline.read_only)}
+    written_count, result_count = len(outline.written), len(outline.result_places)
+    # Variables the code never touched are inputs of the trace only; the program gets
+    # zeros in their place, which XLA removes, and keeps no reference to them.
+    sources: list[tuple[str, Any]] = [
+        ("written", written[variable])
+        if variable in written
+        else ("read", read_only[variable])
+        if variable in read_only
+        else ("zeros", (variable.storage.shape, variable.storage.dtype))
+        for variable in variables
+    ]
+
+    def program(donated: list[Any], kept: list[Any], dynamic: list[Any]) -> Any:
+        stored = [
+            donated[source]
+            if kind == "written"
+            else kept[source]
+            if kind == "read"
+            else jnp.zeros(*source)
+            for kind, source in sources
+        ]
+        flat = evaluate(*stored, *dynamic)
+        results_end = written_count + result_count
+        return flat[:written_count], flat[written_count:results_end], flat[results_end:]
+
+    shardings = [variable.storage_sharding for variable in outline.written]
+    return jax.jit(program, donate_argnums=0, out_shardings=(shardings, None, None))
+
+
 @final
 class _Compiled:
     """One traced and compiled form of a function, for one signature."""
 
     def __init__(self, function: Callable[..., Any], treedef: Any, leaves: list[Any]) -> None:
-        self._dynamic = [index for index, leaf in enumerate(leaves) if is_array_like(leaf)]
-        examples = [leaves[index] for index in self._dynamic]
+        self._places = [place for place, leaf in enumerate(leaves) if is_array_like(leaf)]
         while True:
-            variables = live_variables(None)
             try:
-                jaxpr = self._trace(function, treedef, leaves, examples, variables)
+                jaxpr, variables, outline = _trace(function, treedef, leaves, self._places)
             except _context.RetraceWith as request:
                 request.prepare()
                 continue
             break
-        self._jit(jaxpr, variables)
-
-    def _trace(
-        self,
-        function: Callable[..., Any],
-        treedef: Any,
-        leaves: list[Any],
-        examples: list[Any],
-        variables: list[Variable],
-    ) -> Any:
-        def staged(stored: list[Any], dynamic: list[Any]) -> Any:
-            slots = {
-                variable: _context.Slot(jax.new_ref(array))
-                for variable, array in zip(variables, stored, strict=True)
-            }
-            frame = _context.Frame(slots, None)
-            filled = list(leaves)
-            for index, value in zip(self._dynamic, dynamic, strict=True):
-                filled[index] = value
-            args, kwargs = treedef.unflatten(filled)
-            with _context.entered(frame=frame):
-                result = function(*args, **kwargs)
-            outputs, self._out_treedef = jax.tree.flatten(result)
-            # Python numbers that come out are constants of the program.
-            is_result = [
-                is_array_like(leaf) and not isinstance(leaf, _TRACED_NUMBERS) for leaf in outputs
-            ]
-            self._constants = [
-                None if result else leaf for leaf, result in zip(outputs, is_result, strict=True)
-            ]
-            self._out_dynamic = [index for index, result in enumerate(is_result) if result]
-            self._written = [v for v, slot in slots.items() if slot.written]
-            self._read_only = [v for v, slot in slots.items() if slot.read and not slot.written]
-            self._checks = [check for _, check in frame.checks]
-            self._placement = frame.placement or self._variables_placement()
-            final_values = [slots[variable].ref[...] for variable in self._written]
-            results = [outputs[index] for index in self._out_dynamic]
-            return final_values, results, [flag for flag, _ in frame.checks]
-
-        stored = [
-            jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
-            for variable in variables
-        ]
-        return jax.make_jaxpr(staged)(stored, examples)
-
-    def _variables_placement(self) -> Placement | None:
-        placements = {id(v.placement): v for v in [*self._written, *self._read_only]}
-        if len(placements) > 1:
-            first, second, *_ = placements.values()
-            raise OwnershipError(
-                fact=f"one compiled function uses variable {first.name!r} of "
-                f"{first.placement.describe()} and variable {second.name!r} of "
-                f"{second.placement.describe()}.",
-                expected="variables of one strategy in one compiled function.",
-                hint=f"create both in the same scope ({first.created_at}, {second.created_at}).",
-            )
-        for variable in placements.values():
-            return variable.placement
-        return None
-
-    def _jit(self, jaxpr: Any, variables: list[Variable]) -> None:
-        evaluate = jaxpr_as_fun(jaxpr)
-        written = {variable: index for index, variable in enumerate(self._written)}
-        read_only = {variable: index for index, variable in enumerate(self._read_only)}
-        # Variables the code never touched are inputs of the trace only; the
-        # compiled program gets a constant in their place, which XLA removes.
-        untouched = {
-            variable: (variable.storage.shape, variable.storage.dtype)
-            for variable in variables
-            if variable not in written and variable not in read_only
-        }
-        order = [
-            (0, written[v]) if v in written else (1, read_only[v]) if v in read_only else (2, v)
-            for v in variables
-        ]
-        result_count = len(self._out_dynamic)
-        written_count = len(self._written)
-
-        def program(donated: list[Any], kept: list[Any], dynamic: list[Any]) -> Any:
-            stored = [
-                donated[index] if kind == 0 else kept[index] if kind == 1 else None
-                for kind, index in order
-            ]
-            stored = [
-                jnp.zeros(*untouched[variable]) if value is None else value
-                for value, variable in zip(stored, variables, strict=True)
-            ]
-            flat = evaluate(*stored, *dynamic)
-            return (
-                flat[:written_count],
-                flat[written_count : written_count + result_count],
-                flat[written_count + result_count :],
-            )
-
-        shardings = [variable.storage_sharding for variable in self._written]
-        self._program = jax.jit(program, donate_argnums=0, out_shardings=(shardings, None, None))
+        self._outline = outline
+        self._program = _compile(jaxpr, variables, outline)
 
     def lower(self, leaves: list[Any]) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
         return self._program.lower(*self._arguments(leaves))
 
     def _arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        dynamic = [leaves[index] for index in self._dynamic]
-        placement = self._placement
+        dynamic = [leaves[place] for place in self._places]
+        placement = self._outline.placement
         if placement is not None:
             for index, leaf in enumerate(dynamic):
                 if isinstance(leaf, jax.Array) and leaf.committed:
@@ -195,20 +217,22 @@ class _Compiled:
                         and sharding.device_set != placement.device_set
                     ):
                         dynamic[index] = jax.device_put(leaf, placement.mirrored)
-        donated = [variable.storage for variable in self._written]
-        return donated, [variable.storage for variable in self._read_only], dynamic
+        donated = [variable.storage for variable in self._outline.written]
+        kept = [variable.storage for variable in self._outline.read_only]
+        return donated, kept, dynamic
 
     def __call__(self, leaves: list[Any]) -> Any:
-        return_lent(self._written)
+        outline = self._outline
+        return_lent(outline.written)
         new_values, results, flags = self._program(*self._arguments(leaves))
-        for variable, array in zip(self._written, new_values, strict=True):
+        for variable, array in zip(outline.written, new_values, strict=True):
             variable.storage = array
-        outputs = list(self._constants)
-        for index, result in zip(self._out_dynamic, results, strict=True):
-            outputs[index] = result
-        for check, flag in zip(self._checks, flags, strict=True):
+        outputs = list(outline.constants)
+        for place, result in zip(outline.result_places, results, strict=True):
+            outputs[place] = result
+        for check, flag in zip(outline.checks, flags, strict=True):
             check(np.asarray(flag))
-        return self._out_treedef.unflatten(outputs)
+        return outline.out_treedef.unflatten(outputs)
 
 
 @final
@@ -226,12 +250,12 @@ class Programs:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
         return self._find(leaves, treedef)(leaves)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
         return self._find(leaves, treedef).lower(leaves)
 
     def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:

@@ -8,7 +8,7 @@ host value that nobody has placed yet; only host components may differ in shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -16,6 +16,29 @@ import numpy as np
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, TracingError
 from mirrored._placement import Placement
+
+
+class NestLeaf:
+    """Marks classes whose objects are one leaf of a nest although JAX sees inside them."""
+
+
+def is_object_leaf(value: Any) -> bool:
+    """Says whether a nest walk must hand over ``value`` itself: a Variable, say."""
+    return isinstance(value, NestLeaf)
+
+
+class _Stacked(NamedTuple):
+    """The placed form of a PerReplica."""
+
+    array: Any
+    row_counts: Any
+    is_batch: bool
+
+
+class _Children(tuple[Any, ...]):
+    """Host components that JAX hands back: of any type, to be kept as they are."""
+
+    __slots__ = ()
 
 
 @final
@@ -39,17 +62,26 @@ class PerReplica:
     __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
 
     def __init__(self, components: Iterable[Any]) -> None:
-        parts = tuple(components)
-        if not parts:
+        self._components: tuple[Any, ...] | None = None
+        self._stacked: Any = None
+        self._row_counts: Any = None
+        self._is_batch = False
+        if isinstance(components, _Stacked):
+            self._stacked, self._row_counts, self._is_batch = components
+            return
+        if isinstance(components, _Children):
+            self._components = tuple(components)
+            return
+        # Lists become arrays here: to JAX a list is a structure, not a value.
+        self._components = tuple(
+            np.asarray(part) if isinstance(part, (list, tuple)) else part for part in components
+        )
+        if not self._components:
             raise ArgumentError(
                 fact="PerReplica was given no components.",
                 expected="one component for each replica.",
                 hint="use strategy.distribute_values_from_function to make one for each replica.",
             )
-        self._components: tuple[Any, ...] | None = parts
-        self._stacked: Any = None
-        self._row_counts: Any = None
-        self._is_batch = False
 
     @classmethod
     def from_stacked(
@@ -63,12 +95,7 @@ class PerReplica:
             real; None where all are.
           is_batch: whether the rows are the examples of a batch.
         """
-        value = cls.__new__(cls)
-        value._components = None
-        value._stacked = stacked
-        value._row_counts = row_counts
-        value._is_batch = is_batch
-        return value
+        return cls(_Stacked(stacked, row_counts, is_batch))
 
     @property
     def stacked(self) -> Any:
@@ -150,11 +177,10 @@ class PerReplica:
     def tree_unflatten(cls, form: tuple[str, bool], children: Sequence[Any]) -> PerReplica:
         """Rebuilds from what tree_flatten gave; the children may be any objects."""
         kind, is_batch = form
-        value = cls.__new__(cls)
-        value._components = tuple(children) if kind == "components" else None
-        value._stacked, value._row_counts = children if kind == "stacked" else (None, None)
-        value._is_batch = is_batch
-        return value
+        if kind == "stacked":
+            stacked, row_counts = children
+            return cls(_Stacked(stacked, row_counts, is_batch))
+        return cls(_Children(children))
 
     def __repr__(self) -> str:
         if self._components is None and not isinstance(self._stacked, jax.Array):
@@ -165,19 +191,19 @@ class PerReplica:
         return f"PerReplica[{body}]"
 
     def __iter__(self) -> Any:
-        raise _not_a_single_value("iterated over")
+        raise _not_a_single_value(what="iterated over")
 
     def __bool__(self) -> bool:
-        raise _not_a_single_value("used as a condition")
+        raise _not_a_single_value(what="used as a condition")
 
     def __float__(self) -> float:
-        raise _not_a_single_value("turned into a Python number")
+        raise _not_a_single_value(what="turned into a Python number")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _not_a_single_value("turned into an array")
+        raise _not_a_single_value(what="turned into an array")
 
 
-def _not_a_single_value(what: str) -> ArgumentTypeError:
+def _not_a_single_value(*, what: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         fact=f"a PerReplica value was {what}, but it has one component for each replica.",
         expected="one value: the replicas' values reduced or taken apart first.",
@@ -203,28 +229,28 @@ def _pad_rows(parts: Sequence[Any], namespace: Any) -> tuple[list[Any], Any]:
     longest = max(shape[0] for shape in shapes)
     counts = np.array([shape[0] for shape in shapes], np.int32)
     dtype = namespace.result_type(*arrays)
+    # Padding repeats a real row. It is never counted, but it is computed with: of
+    # rows of zeros a logarithm or a division would make NaN, also in gradients.
+    filler = next(array for array in reversed(arrays) if array.shape[0])[-1:]
     padded = [
         namespace.concatenate(
-            [
-                array.astype(dtype),
-                namespace.zeros((longest - array.shape[0], *array.shape[1:]), dtype),
-            ]
+            [array.astype(dtype)] + [filler.astype(dtype)] * (longest - array.shape[0])
         )
         for array in arrays
     ]
     return padded, counts
 
 
-def is_per_replica(value: Any) -> bool:
-    """Says whether ``value`` is a PerReplica; the ``is_leaf`` of every nest walk."""
-    return isinstance(value, PerReplica)
+def is_leaf(value: Any) -> bool:
+    """The ``is_leaf`` of nest walks: PerReplica values and Variables stay whole."""
+    return isinstance(value, (PerReplica, NestLeaf))
 
 
 def flatten(nest: Any) -> tuple[list[Any], Any]:
     """Flattens a nest with PerReplica values and Variables as leaves."""
-    return jax.tree.flatten(nest, is_leaf=is_per_replica)
+    return jax.tree.flatten(nest, is_leaf=is_leaf)
 
 
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
-    return jax.tree.map(function, nest, *rest, is_leaf=is_per_replica)
+    return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)
