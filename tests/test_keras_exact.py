@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grain
 import jax
 import keras
 import numpy as np
@@ -58,9 +59,9 @@ class OwnStep(Lazy):
     def train_step(self, state, data):
         trainable, non_trainable, optimizer, metrics = state
         x, y = data
-        (loss, (_, non_trainable)), grads = jax.value_and_grad(
-            self.compute_own_loss, has_aux=True
-        )(trainable, non_trainable, x, y)
+        (loss, (_, non_trainable)), grads = jax.value_and_grad(self.compute_own_loss, has_aux=True)(
+            trainable, non_trainable, x, y
+        )
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
         named = dict(zip([v.path for v in self.metrics_variables], metrics))
         own = self.seen.variables[0].path
@@ -129,8 +130,6 @@ def generator():
 
 
 def grain_dataset():
-    import grain
-
     x, y = data()
     rows = [(x[i], y[i]) for i in range(N)]
     return grain.MapDataset.source(rows).batch(BATCH)
@@ -205,8 +204,10 @@ CASES = {
     "steps_per_epoch": (
         plain,
         lambda: {"loss": logits()},
-        lambda: {"x": generator(), "y": None, "batch_size": None, "steps_per_epoch": 4}
-        | {"shuffle": False},
+        lambda: (
+            {"x": generator(), "y": None, "batch_size": None, "steps_per_epoch": 4}
+            | {"shuffle": False}
+        ),
     ),
     "py_dataset": (
         plain,

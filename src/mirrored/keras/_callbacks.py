@@ -39,7 +39,9 @@ def batch_calls(callbacks: Any, kind: str) -> BatchCalls:
 
 
 def _wants(callback: Any, kind: str) -> BatchCalls:
-    hooked = [hook for hook in _HOOKS[kind] if not _is_from(callback, hook, keras.callbacks.Callback)]
+    hooked = [
+        hook for hook in _HOOKS[kind] if not _is_from(callback, hook, keras.callbacks.Callback)
+    ]
     if not hooked:
         return BatchCalls.NOTHING
     for known, judge in _KNOWN.items():

@@ -20,7 +20,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "evaluate": _fit.evaluate,
     "predict": _fit.predict,
     "train_on_batch": _on_batch.train_on_batch,
-    "test_on_batch": _on_batch.test_on_batch,
+    "test_on_batch": _on_batch.evaluate_on_batch,
     "predict_on_batch": _on_batch.predict_on_batch,
 }
 _TRAINING = ("fit", "train_on_batch")
@@ -32,7 +32,7 @@ def install() -> None:
         return
     for name, mirrored_method in _METHODS.items():
         setattr(keras.Model, name, _wrapped(getattr(keras.Model, name), name, mirrored_method))
-    keras.Model.__new__ = _noting(keras.Model.__new__)  # pyright: ignore[reportAttributeAccessIssue]
+    keras.Model.__new__ = _noting(keras.Model.__new__)
 
 
 def _wrapped(

@@ -43,8 +43,8 @@ def fit(
     epochs = _private.most_epochs(epochs)
     _private.keep_evaluation(model, None)
     if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = _private.train_validation_split(
-            (x, y, sample_weight), validation_split=validation_split
+        x, y, sample_weight, validation_data = _private.split_validation(
+            (x, y, sample_weight), validation_split
         )
     source = Source(
         x=x,
@@ -58,9 +58,7 @@ def fit(
     )
     prepare(model, strategy, iterator=source)
     source.reset()
-    callbacks = _callback_list(
-        model, callbacks, verbose, epochs, source, add_history=True
-    )
+    callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     interrupts = Interrupts()
     epoch_pass = Pass(model, "train", strategy, source, callbacks, interrupts)
     model.stop_training = False

@@ -42,7 +42,7 @@ def train_on_batch(
     return _logs_of_one(model, strategy, "train", (x, y, sample_weight), return_dict)
 
 
-def test_on_batch(
+def evaluate_on_batch(
     model: Any,
     strategy: Any,
     x: Any,
@@ -91,9 +91,7 @@ def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:
     with interrupts.watched():
         interrupts.hold()
         try:
-            returned, state, token = program.run(
-                state, chunk, 0, 1, looped=False, keep_all=False
-            )
+            returned, state, token = program.run(state, chunk, 0, 1, looped=False, keep_all=False)
             for variables, values in zip(lists, state, strict=True):
                 _private.set_values(variables, values)
         finally:

@@ -95,9 +95,7 @@ def _refuse_weight(model: Any, variable: Any, strategy: Any, owner: Any) -> None
     )
 
 
-def _refuse_optimizer(
-    model: Any, optimizer: Any, variable: Any, strategy: Any, owner: Any
-) -> None:
+def _refuse_optimizer(model: Any, optimizer: Any, variable: Any, strategy: Any, owner: Any) -> None:
     where = "outside any scope" if owner is None else f"in the scope of {owner!r}"
     raise OwnershipError(
         fact=f"model {model.name!r} was compiled in the scope of {strategy!r}, but its optimizer "

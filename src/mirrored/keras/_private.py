@@ -21,7 +21,6 @@ from keras.src.utils.python_utils import pythonify_logs
 
 __all__ = ["EpochIterator", "pythonify_logs"]
 
-train_validation_split = array_slicing.train_validation_split
 unpack = data_adapter_utils.unpack_x_y_sample_weight
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 
@@ -38,9 +37,7 @@ def adopt(variable: Any, layout: Any) -> None:
     """Gives a variable a layout after its creation, and moves its value there."""
     variable._layout = layout
     if variable._value is not None:
-        variable._value = jax.device_put(
-            variable._value, layout.backend_layout, may_alias=False
-        )
+        variable._value = jax.device_put(variable._value, layout.backend_layout, may_alias=False)
 
 
 def disown(variable: Any) -> None:
@@ -207,6 +204,18 @@ def array_rows(adapter: Any) -> tuple[Any, int, int, bool] | None:
         return None
     arrays = structure.unflatten([leaf.array for leaf in leaves])
     return arrays, adapter._num_samples, adapter._batch_size, bool(adapter._shuffle)
+
+
+def split_validation(data: tuple[Any, Any, Any], fraction: float) -> tuple[Any, Any, Any, Any]:
+    """Returns x, y and sample_weight without their last part, and that part."""
+    parts: Any = array_slicing.train_validation_split(data, validation_split=fraction)
+    (x, y, sample_weight), validation = parts
+    return x, y, sample_weight, validation
+
+
+def next_step(source: Any) -> Any:
+    """Advances a source's own count of steps; its iterator of batches comes with it."""
+    return next(source._epoch_iterator)
 
 
 def is_sparse(leaf: Any) -> bool:

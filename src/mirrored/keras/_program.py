@@ -94,8 +94,7 @@ class Program:
         if by_row is None:
             return host
         return [
-            leaf[: chunk.rows[0]] if cut else leaf
-            for leaf, cut in zip(host, by_row, strict=True)
+            leaf[: chunk.rows[0]] if cut else leaf for leaf, cut in zip(host, by_row, strict=True)
         ]
 
     def _position(self, number: int) -> jax.Array:
@@ -135,9 +134,7 @@ class Program:
             outputs, state = _loop(one_step, state, leaves, start, count, capacity, keep_all)
             return outputs, state, start + count
 
-        return jax.jit(
-            program, donate_argnums=0, out_shardings=(None, placement.mirrored, None)
-        )
+        return jax.jit(program, donate_argnums=0, out_shardings=(None, placement.mirrored, None))
 
 
 def _take(placement: Placement, leaf: Any, size: int | None, position: Any) -> Any:
@@ -214,9 +211,7 @@ def _loop(
             ]
         return list(new), list(outputs)
 
-    state_leaves, kept = jax.lax.fori_loop(
-        start, start + count, body, (state_leaves, kept)
-    )
+    state_leaves, kept = jax.lax.fori_loop(start, start + count, body, (state_leaves, kept))
     return output_structure.unflatten(kept), state_structure.unflatten(state_leaves)
 
 

@@ -121,7 +121,7 @@ def require_jax_backend() -> None:
 @contextlib.contextmanager
 def refusing_models() -> Iterator[None]:
     """Raises for a model made inside the block: Keras runs on another backend than JAX."""
-    global _refusing  # noqa: PLW0603
+    global _refusing
     before, _refusing = _refusing, True
     try:
         yield

@@ -53,7 +53,7 @@ class ArrayRows:
         if self._shuffle and self._order is None:
             # Drawn when the first batch is asked for, as Keras does: the same seed then
             # gives the same order with and without a strategy.
-            self._order = np.random.permutation(self._row_count)  # noqa: NPY002
+            self._order = np.random.permutation(self._row_count)
         start = self._next_row
         self._next_row = min(start + self._batch_size, self._row_count)
         return RowRange(self.arrays, self._order, start, self._next_row)
@@ -70,7 +70,7 @@ class Source(_private.EpochIterator):
         return self.data_adapter.get_jax_iterator()
 
     def __next__(self) -> Any:
-        return next(self._epoch_iterator)
+        return _private.next_step(self)
 
     @property
     def group_size(self) -> int:
@@ -82,9 +82,7 @@ class Source(_private.EpochIterator):
 class Feed:
     """One epoch of a source as placed chunks."""
 
-    def __init__(
-        self, source: Source, placement: Placement, *, whole: bool, ahead: bool
-    ) -> None:
+    def __init__(self, source: Source, placement: Placement, *, whole: bool, ahead: bool) -> None:
         self._source = source
         self._placement = placement
         self._whole = whole
