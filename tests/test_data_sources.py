@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grain
 import jax
-import keras
 import numpy as np
 import pytest
 from conftest import make_strategy
@@ -189,21 +188,23 @@ def test_tf_data(two):
 # --- Keras and plain Python -----------------------------------------------------------------
 
 
+class Numbers:
+    """What a keras.utils.PyDataset looks like from outside."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.arange(4) + 10 * index + 100 * self.epochs
+
+    def on_epoch_end(self):
+        self.epochs += 1
+
+
 def test_keras_py_dataset(two):
-    class Numbers(keras.utils.PyDataset):
-        def __init__(self):
-            super().__init__()
-            self.epochs = 0
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return np.arange(4) + 10 * index + 100 * self.epochs
-
-        def on_epoch_end(self):
-            self.epochs += 1
-
     dataset = two.distribute_dataset(Numbers())
     assert len(dataset) == 3
     assert [rows_of(batch)[0] for batch in dataset] == [0, 10, 20]

@@ -255,8 +255,8 @@ def make_source(
             hint='leave it out for "pad".',
         )
     if batch_size is not None:
-        source = np.asarray(source) if isinstance(source, range) else source
         _require_positive(batch_size)
+        source = jax.tree.map(_array_of_numbers, source, is_leaf=_is_numbers_or_leaf)
         _require_arrays(source, batch_size)
         if not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ArgumentError(
@@ -346,6 +346,26 @@ def _require_last(cursor: Cursor, row_count: int, full: int, number: int) -> Non
         "since remainder='drop' was asked for.",
         hint="use remainder='pad' for batches of different sizes.",
     )
+
+
+def _is_numbers(source: Any) -> bool:
+    """Says whether ``source`` is a range or a list of Python numbers, however deep."""
+    if isinstance(source, range):
+        return True
+    number = (bool, int, float, complex, np.generic)
+    return (
+        isinstance(source, list)
+        and bool(source)
+        and all(isinstance(item, number) or _is_numbers(item) for item in source)
+    )
+
+
+def _is_numbers_or_leaf(source: Any) -> bool:
+    return _is_numbers(source) or is_data_leaf(source)
+
+
+def _array_of_numbers(source: Any) -> Any:
+    return np.asarray(source) if _is_numbers(source) else source
 
 
 def _is_one_leaf(source: Any) -> bool:

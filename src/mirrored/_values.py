@@ -59,15 +59,18 @@ class PerReplica:
     4.0
     """
 
-    __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
+    __slots__ = ("_components", "is_batch", "row_counts", "stacked")
 
     def __init__(self, components: Iterable[Any]) -> None:
         self._components: tuple[Any, ...] | None = None
-        self._stacked: Any = None
-        self._row_counts: Any = None
-        self._is_batch = False
+        # The placed array (R, ...); None while the components are host values.
+        self.stacked: Any = None
+        # How many rows of each component are real, or None if all are.
+        self.row_counts: Any = None
+        # Whether the rows of the components are the examples of a batch.
+        self.is_batch = False
         if isinstance(components, _Stacked):
-            self._stacked, self._row_counts, self._is_batch = components
+            self.stacked, self.row_counts, self.is_batch = components
             return
         if isinstance(components, _Children):
             self._components = tuple(components)
@@ -98,26 +101,11 @@ class PerReplica:
         return cls(_Stacked(stacked, row_counts, is_batch))
 
     @property
-    def stacked(self) -> Any:
-        """The placed array (R, ...); None while the components are host values."""
-        return self._stacked
-
-    @property
-    def row_counts(self) -> Any:
-        """How many rows of each component are real, or None if all are."""
-        return self._row_counts
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the rows of the components are the examples of a batch."""
-        return self._is_batch
-
-    @property
     def replica_count(self) -> int:
         """The number of components."""
         if self._components is not None:
             return len(self._components)
-        return self._stacked.shape[0]
+        return self.stacked.shape[0]
 
     def placed(self, placement: Placement) -> PerReplica:
         """Returns this value as one array over the devices of ``placement``."""
@@ -141,22 +129,22 @@ class PerReplica:
         """Returns this process's components, without padding, in replica order."""
         if self._components is not None:
             return self._components
-        if _compat.is_traced(self._stacked):
+        if _compat.is_traced(self.stacked):
             return self._traced_components()
         shards = sorted(
-            self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0
+            self.stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0
         )
         parts = tuple(shard.data[0] for shard in shards)
         if len(parts) == 1 and len(shards[0].data) > 1:
             parts = tuple(shards[0].data)
-        if self._row_counts is None:
+        if self.row_counts is None:
             return parts
-        counts = np.asarray(self._row_counts)
+        counts = np.asarray(self.row_counts)
         ids = [shard.index[0].start or 0 for shard in shards]
         return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
 
     def _traced_components(self) -> tuple[Any, ...]:
-        if self._row_counts is not None:
+        if self.row_counts is not None:
             raise TracingError(
                 fact="the components of a batch with padded rows were asked for while a "
                 "program is traced, where their true lengths are not known.",
@@ -165,13 +153,13 @@ class PerReplica:
                 hint="return the PerReplica value from the compiled function and take it "
                 "apart there.",
             )
-        return tuple(self._stacked[index] for index in range(self.replica_count))
+        return tuple(self.stacked[index] for index in range(self.replica_count))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
         """Splits into arrays and structure, for JAX."""
         if self._components is not None:
             return self._components, ("components", False)
-        return (self._stacked, self._row_counts), ("stacked", self._is_batch)
+        return (self.stacked, self.row_counts), ("stacked", self.is_batch)
 
     @classmethod
     def tree_unflatten(cls, form: tuple[str, bool], children: Sequence[Any]) -> PerReplica:
@@ -183,10 +171,10 @@ class PerReplica:
         return cls(_Children(children))
 
     def __repr__(self) -> str:
-        if self._components is None and not isinstance(self._stacked, jax.Array):
-            return f"PerReplica({self._stacked!r})"
-        if self._components is None and _compat.is_traced(self._stacked):
-            return f"PerReplica(traced {self._stacked.dtype}{list(self._stacked.shape)})"
+        if self._components is None and not isinstance(self.stacked, jax.Array):
+            return f"PerReplica({self.stacked!r})"
+        if self._components is None and _compat.is_traced(self.stacked):
+            return f"PerReplica(traced {self.stacked.dtype}{list(self.stacked.shape)})"
         body = " | ".join(str(np.asarray(part)) for part in self.components())
         return f"PerReplica[{body}]"
 
