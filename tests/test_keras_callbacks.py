@@ -13,10 +13,6 @@ from conftest import make_strategy
 
 from mirrored.keras import _private
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
-
 N, BATCH, STEPS = 22, 4, 6
 
 

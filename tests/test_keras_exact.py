@@ -11,11 +11,7 @@ from conftest import make_strategy
 
 import mirrored.keras
 
-# Keras 3.15's own variables, read by NumPy 2.
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
     # Keras says so at the end of the first epoch of data without a length.
     pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning"),
 ]

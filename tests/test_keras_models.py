@@ -13,10 +13,6 @@ from conftest import make_strategy
 import mirrored
 import mirrored.keras
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
-
 X = np.arange(14, dtype="float32").reshape(7, 2) / 14
 Y = X.sum(axis=1, keepdims=True)
 
@@ -51,7 +47,9 @@ def test_a_model_made_outside_and_compiled_inside_is_an_error(method, two):
     model = keras.Sequential(layers(), name="early")
     with two.scope():
         model.compile("sgd", "mse")
-    with pytest.raises(mirrored.OwnershipError, match=r"'early'.*dense.*outside any scope") as error:
+    with pytest.raises(
+        mirrored.OwnershipError, match=r"'early'.*dense.*outside any scope"
+    ) as error:
         getattr(model, method)(X, Y)
     assert "the line that makes the model" in error.value.hint
 
