@@ -20,7 +20,18 @@ import tempfile
 
 FILES = ("trainers/*_test.py", "callbacks/*_test.py", "saving/*_test.py")
 
-OPTIONS = "-p in_scope -p no:cacheprovider -q -rA --tb=line --no-header -W ignore".split()
+OPTIONS = [
+    "-p",
+    "in_scope",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-rA",
+    "--tb=line",
+    "--no-header",
+    "-W",
+    "ignore",
+]
 OPTIONS += ["-c", os.devnull]
 
 # Tests that cannot pass in a scope, and why.
