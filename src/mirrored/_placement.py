@@ -49,6 +49,9 @@ class Placement:
         """Puts an equal copy of ``value`` on every device; never aliases the input."""
         if isinstance(value, jax.Array) and value.sharding == self.mirrored:
             return jax.numpy.copy(value)
+        if isinstance(value, np.ndarray):
+            # XLA's CPU client may use aligned host memory as it is, whatever may_alias says.
+            value = value.copy()
         # may_alias=False: the result is donated to training steps later, and a
         # caller's own array must not disappear with it.
         return jax.device_put(value, self.mirrored, may_alias=False)
