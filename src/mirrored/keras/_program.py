@@ -19,6 +19,7 @@ from mirrored._errors import ArgumentError
 from mirrored._placement import Placement
 from mirrored.keras import _private
 from mirrored.keras._chunk import Chunk, shard_rows
+from mirrored.keras._per_replica import is_per_replica, per_replica_step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -64,6 +65,8 @@ class Program:
     """
 
     def __init__(self, model: Any, kind: str, placement: Placement) -> None:
+        self._model = model
+        self._kind = kind
         self._step = step_of(model, kind)
         self._gives_rows = kind == "predict"
         self._placement = placement
@@ -140,6 +143,9 @@ class Program:
         placement, structure, rows = self._placement, chunk.structure, chunk.rows
         size = rows[0] if self._gives_rows and rows else None
         by_row: list[bool] = []
+        step = self._step
+        if self._kind == "train" and is_per_replica(self._model, rows, placement.replica_count):
+            step = per_replica_step(self._model, placement)
 
         def one_step(state: Any, leaves: Sequence[Any], position: Any) -> tuple[Any, Any]:
             if chunk.stacked:
@@ -147,7 +153,7 @@ class Program:
                     _take(placement, leaf, size, position)
                     for leaf, size in zip(leaves, rows, strict=True)
                 ]
-            outputs, new_state = self._step(state, structure.unflatten(leaves))
+            outputs, new_state = step(state, structure.unflatten(leaves))
             flat, output_structure = jax.tree.flatten(outputs)
             flat = [jnp.asarray(leaf) for leaf in flat]
             # Known while tracing only: which outputs have a row for each row of the batch.
