@@ -104,3 +104,17 @@ def detect_cluster(timeout: float) -> tuple[str, str, int, int, tuple[int, ...] 
 def coordination_client() -> Any:
     """Returns the client of JAX's coordination service; None in a single process."""
     return _distributed.global_state.client
+
+
+def distributed_runtime() -> tuple[str, int, int]:
+    """Returns (coordinator address, process count, process id) of jax.distributed."""
+    state = _distributed.global_state
+    return str(state.coordinator_address), state.num_processes, state.process_id
+
+
+def start_preemption_service() -> None:
+    """Lets SIGTERM be answered by ``reached_preemption_sync_point`` instead of death."""
+    state = _distributed.global_state
+    if state.preemption_sync_manager is None:
+        jax.config.update("jax_enable_preemption_service", True)
+        state.initialize_preemption_sync_manager()

@@ -16,10 +16,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any, final
 
 import jax
 
+from mirrored import _workers
+from mirrored._cluster import Cluster, resolve_cluster
 from mirrored._errors import WorkerError
 from mirrored._report import EXIT_BYSTANDER, RUN_DIRECTORY, Failure
 from mirrored._rollcall import Member
@@ -40,6 +43,24 @@ _COMMUNICATION = re.compile(
     r"|DEADLINE_EXCEEDED|UNAVAILABLE",
     re.IGNORECASE,
 )
+
+
+_watching: list[Watch] = []
+
+
+def join(cluster: Cluster | Mapping[str, Any] | None, timeout: float) -> None:
+    """Joins the cluster this process belongs to, if any, and watches the other workers."""
+    found: Cluster | None
+    if _workers.is_connected_by_user():
+        found = _workers.cluster_of_user()
+    else:
+        found = resolve_cluster(cluster, timeout)
+    if found is None or found.process_count == 1:
+        return
+    workers = _workers.connect(found, timeout)
+    if not _watching:
+        _watching.append(Watch(workers))
+        _watching[0].start()
 
 
 @final

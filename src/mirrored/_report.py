@@ -91,3 +91,14 @@ def read_failure(directory: str | os.PathLike[str], process_id: int) -> Failure 
     """Reads the report of a worker, if it left one."""
     path = pathlib.Path(directory) / f"failure-{process_id}.json"
     return Failure.from_json(path.read_text()) if path.exists() else None
+
+
+def write_preempted(directory: str | os.PathLike[str], process_id: int, step: int) -> None:
+    """Leaves word that this worker ended early, having saved after ``step``."""
+    (pathlib.Path(directory) / f"preempted-{process_id}").write_text(str(step))
+
+
+def read_preempted(directory: str | os.PathLike[str], process_id: int) -> int | None:
+    """Reads after which step a worker was preempted; None if it was not."""
+    path = pathlib.Path(directory) / f"preempted-{process_id}"
+    return int(path.read_text()) if path.exists() else None

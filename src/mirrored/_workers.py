@@ -222,6 +222,17 @@ def connect(cluster: Cluster, timeout: float) -> Workers:
     return _connected
 
 
+def is_connected_by_user() -> bool:
+    """Says whether the program called jax.distributed.initialize itself."""
+    return _connected is None and _compat.coordination_client() is not None
+
+
+def cluster_of_user() -> Cluster:
+    """Describes the cluster that the program's own jax.distributed.initialize made."""
+    address, count, number = _compat.distributed_runtime()
+    return Cluster(address, count, number, "jax.distributed.initialize")
+
+
 def _require_same(before: Cluster, now: Cluster) -> None:
     if (before.process_count, before.process_id) != (now.process_count, now.process_id):
         raise ContextError(
