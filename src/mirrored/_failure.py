@@ -38,6 +38,9 @@ _QUIET_SECONDS = 7.0
 _SUSPICIOUS_SECONDS = 2.5
 _LONGEST_SEARCH_SECONDS = 12.0
 
+# In place of a beat: the worker's program has ended.
+_LEFT = "left"
+
 _COMMUNICATION = re.compile(
     r"gloo|nccl|collective|coordination ?service|heartbeat|connection (closed|reset|refused)"
     r"|DEADLINE_EXCEEDED|UNAVAILABLE",
@@ -72,6 +75,7 @@ class Watch:
         self._me = workers.process_id
         self._over = threading.Event()
         self._ending = threading.Lock()
+        self._failed_itself = False
         now = time.monotonic()
         # For each worker: its last beat, when it was seen to change, its last step.
         self._seen = {member.process_id: ("", now, -1) for member in workers.members}
@@ -86,10 +90,19 @@ class Watch:
         threading.Thread(target=self._beat, name="mirrored-beat", daemon=True).start()
         threading.Thread(target=self._look, name="mirrored-look", daemon=True).start()
         # Before JAX's own leave-taking, which is registered earlier.
-        atexit.register(self._over.set)
+        atexit.register(self._leave)
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         _before_abort(self._on_abort)
+
+    def _leave(self) -> None:
+        """Tells the others that this program has come to its end."""
+        self._over.set()
+        try:
+            self._workers.tell(f"beat/{self._me}", f"{_LEFT} {last_step()}")
+        except jax.errors.JaxRuntimeError:
+            # Worker 0 has left first; there is nobody to tell.
+            return
 
     # --- beating and listening ---------------------------------------------------
 
@@ -125,6 +138,7 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(1.0):
+            self._look_for_the_left()
             found = self._silent(_QUIET_SECONDS + 2 * self._interval)
             if found is None or found.process_id in self._warned:
                 continue
@@ -133,6 +147,18 @@ class Watch:
                 f"mirrored: {found} has given no sign for {_QUIET_SECONDS:g} s; "
                 f"{self._last_step_of(found)}. If it does not come back, this worker ends too."
             )
+
+    def _look_for_the_left(self) -> None:
+        for number, (beat, since, step) in self._seen.items():
+            if beat != _LEFT or number in self._warned:
+                continue
+            if time.monotonic() - since > _QUIET_SECONDS:
+                self._warned.add(number)
+                _say(
+                    f"mirrored: {self._workers.name(number)} has come to the end of its program, "
+                    f"its last step was {step}; here it is {last_step()}. What needs all workers "
+                    "(run, reduce, reading an ON_READ variable) waits for it in vain."
+                )
 
     def _silent(self, limit: float) -> Member | None:
         """Finds a worker that has given no sign for ``limit`` seconds."""
@@ -143,10 +169,14 @@ class Watch:
         if asked is not None and now - asked > self._interval:
             # No news at all: what is known of the others is as old.
             return None
-        oldest = min(
-            (member for member in self._workers.members if member.process_id != self._me),
-            key=lambda member: self._seen[member.process_id][1],
-        )
+        others = [
+            member
+            for member in self._workers.members
+            if member.process_id != self._me and self._seen[member.process_id][0] != _LEFT
+        ]
+        if not others:
+            return None
+        oldest = min(others, key=lambda member: self._seen[member.process_id][1])
         return oldest if now - self._seen[oldest.process_id][1] > limit else None
 
     def _last_step_of(self, member: Member) -> str:
@@ -233,6 +263,7 @@ class Watch:
     def _fail(self, own: str, summary: str, kind: Any) -> None:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
+        self._failed_itself = True
         _say(own)
         failure = self._report(summary, own, because_of=None)
         telling = threading.Thread(target=self._tell_others, args=(failure,), daemon=True)
@@ -259,10 +290,10 @@ class Watch:
 
     def _on_abort(self) -> None:
         """JAX ends the process because a worker is gone; say which, before it does."""
-        if not self._ending.acquire(blocking=False):
-            return
+        if self._failed_itself:
+            _end(1)
         self._unreachable = True
-        error = self._search(1.0)
+        error = self._search(2.0)
         if error is None:
             return
         text = f"\n{type(error).__module__}.{type(error).__qualname__}: {error}\n"

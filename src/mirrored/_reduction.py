@@ -140,10 +140,13 @@ def _component_shapes(value: PerReplica) -> list[tuple[int, ...]] | None:
     if value.row_counts is None:
         return None
     rest = value.stacked.shape[2:]
-    if _compat.is_traced(value.row_counts):
+    counts = value.row_counts
+    if _compat.is_traced(counts) or (
+        isinstance(counts, jax.Array) and not counts.is_fully_addressable
+    ):
         most = value.stacked.shape[1]
         return [(most, *rest), (-1, *rest)]
-    return [(int(count), *rest) for count in np.asarray(value.row_counts)]
+    return [(int(count), *rest) for count in np.asarray(counts)]
 
 
 def _kept_shape(shape: tuple[int, ...], axis: Axes) -> tuple[int, ...]:
@@ -230,7 +233,9 @@ def _all_components(value: PerReplica) -> Sequence[Any]:
     if stacked is None or _compat.is_traced(stacked) or stacked.is_fully_addressable:
         return value.components()
     whole = multihost_utils.process_allgather(stacked, tiled=True)
-    counts = multihost_utils.process_allgather(value.row_counts, tiled=True)
+    counts = value.row_counts
+    if isinstance(counts, jax.Array):
+        counts = multihost_utils.process_allgather(counts, tiled=True)
     return [part[:count] for part, count in zip(whole, counts, strict=True)]
 
 

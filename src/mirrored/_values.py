@@ -136,7 +136,7 @@ class PerReplica:
             parts = tuple(shards[0].data)
         if self._row_counts is None:
             return parts
-        counts = np.asarray(self._row_counts)
+        counts = _local_counts(self._row_counts)
         ids = [shard.index[0].start or 0 for shard in shards]
         return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
 
@@ -240,3 +240,14 @@ def flatten(nest: Any) -> tuple[list[Any], Any]:
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
     return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)
+
+
+def _local_counts(row_counts: Any) -> dict[int, int]:
+    """Returns the row counts that this process knows, by replica."""
+    if isinstance(row_counts, jax.Array) and not row_counts.is_fully_addressable:
+        return {
+            (shard.index[0].start or 0) + offset: int(count)
+            for shard in row_counts.addressable_shards
+            for offset, count in enumerate(np.asarray(shard.data))
+        }
+    return dict(enumerate(np.asarray(row_counts).tolist()))

@@ -106,12 +106,14 @@ class Workers:
         """Says whether this worker is the first to claim ``key``."""
         return self.client.key_value_increment(f"mirrored/claim/{key}", 1) == 1
 
-    def claimed(self, key: str) -> bool:
-        """Says whether somebody has claimed ``key``."""
-        return any(
-            found.endswith(f"mirrored/claim/{key}")
-            for found, _ in self.client.key_value_dir_get("mirrored/claim/")
-        )
+    def heard(self, key: str) -> str | None:
+        """Returns the word left under ``key``; None if there is none yet."""
+        try:
+            return self.client.key_value_try_get(f"mirrored/{key}")
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
 
     def broadcast(self, value: Any, what: str) -> np.ndarray:
         """Returns worker 0's ``value``, bit for bit, on every worker.
