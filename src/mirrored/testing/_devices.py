@@ -1,6 +1,6 @@
-"""Helps to test programs that use several devices on a machine that has one CPU.
+"""Virtual CPU devices for programs that use several.
 
-Owns asking XLA for virtual CPU devices, before JAX's backend starts.
+Owns asking XLA for them, before JAX's backend starts.
 """
 
 from __future__ import annotations
