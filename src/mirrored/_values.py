@@ -12,6 +12,7 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, TracingError
@@ -119,6 +120,8 @@ class PerReplica:
         if any(_compat.is_traced(part) for part in self._components):
             parts, counts = _pad_rows(self._components, jax.numpy)
             return PerReplica.from_stacked(jax.numpy.stack(parts), counts)
+        if placement.spans_processes:
+            return _placed_over_processes(self._components, placement)
         parts, counts = _pad_rows(self._components, np)
         return PerReplica.from_stacked(placement.stack(parts), counts)
 
@@ -240,6 +243,23 @@ def flatten(nest: Any) -> tuple[list[Any], Any]:
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
     return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)
+
+
+def _placed_over_processes(components: tuple[Any, ...], placement: Placement) -> PerReplica:
+    """Places this process's components, padded to the longest of all processes."""
+    parts = {index: np.asarray(components[index]) for index in placement.local_replica_ids}
+    own = np.zeros(placement.replica_count, np.int32)
+    for index, part in parts.items():
+        own[index] = len(part) if part.ndim else 0
+    counts = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0, dtype=np.int32)
+    if len(set(counts.tolist())) == 1:
+        return PerReplica.from_stacked(placement.stack(components))
+    longest = int(counts.max())
+    padded = list(components)
+    for index, part in parts.items():
+        rest = np.zeros((longest - len(part), *part.shape[1:]), part.dtype)
+        padded[index] = np.concatenate([part, rest])
+    return PerReplica.from_stacked(placement.stack(padded), counts)
 
 
 def _local_counts(row_counts: Any) -> dict[int, int]:

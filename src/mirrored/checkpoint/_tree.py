@@ -228,13 +228,14 @@ def _take_array(snapshot: Snapshot, name: str, array: Any, kind: str) -> None:
         snapshot.kinds[name] = f"key:{jax.random.key_impl(array)}"
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array):
-        if not array.is_fully_replicated:
+        if not array.is_fully_replicated and not array.is_fully_addressable:
             raise CheckpointError(
                 fact=f"{name!r} is split over devices ({array.sharding}).",
-                expected="arrays that are the same on all replicas.",
+                expected="arrays that are the same on all workers.",
                 hint="gather it first, or keep it in a Variable.",
             )
-        array = array.addressable_data(0)
+        replicated = array.is_fully_replicated
+        array = array.addressable_data(0) if replicated else np.array(array)
     else:
         array = np.array(array)
     snapshot.arrays[name] = array
