@@ -71,9 +71,7 @@ def test_restores_on_another_number_of_replicas(tmp_path):
     weights2, optimizer2 = model(make_strategy(2))
     dataset2 = make_strategy(2).distribute_dataset(DATA, 4, shuffle=True)
     optimizer2.build([weights2])
-    Checkpoint(
-        tmp_path, {"weights": weights2, "optimizer": optimizer2, "data": dataset2}
-    ).restore()
+    Checkpoint(tmp_path, {"weights": weights2, "optimizer": optimizer2, "data": dataset2}).restore()
     assert restored.tobytes() == weights2.numpy().tobytes()
     assert bits(weights, optimizer) == bits(weights2, optimizer2)
 
@@ -88,9 +86,7 @@ def test_on_read_sum_keeps_its_total(tmp_path, replicas):
     two = make_strategy(2)
     before = variable(two)
     two.run(
-        lambda: before.assign(
-            1.0 + 2.0 * mirrored.get_replica_context().replica_id_in_sync_group
-        )
+        lambda: before.assign(1.0 + 2.0 * mirrored.get_replica_context().replica_id_in_sync_group)
     )
     checkpoint = Checkpoint(tmp_path, {"total": before})
     checkpoint.save()

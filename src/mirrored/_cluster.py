@@ -55,9 +55,7 @@ class Cluster:
             )
 
     @classmethod
-    def of_workers(
-        cls, workers: Sequence[str], index: int, source: str = "the program"
-    ) -> Cluster:
+    def of_workers(cls, workers: Sequence[str], index: int, source: str = "the program") -> Cluster:
         """Describes a cluster by the addresses of all workers, as TF_CONFIG does.
 
         >>> import mirrored

@@ -23,7 +23,7 @@ from mirrored import _compat, _context, _workers
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
-from mirrored._values import is_object_leaf
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -159,7 +159,7 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
     written_count, result_count = len(outline.written), len(outline.result_places)
     # Variables the code never touched are inputs of the trace only; the program gets
     # zeros in their place, which XLA removes, and keeps no reference to them.
-    sources = [
+    sources: list[tuple[str, Any]] = [
         ("written", written[variable])
         if variable in written
         else ("read", read_only[variable])
@@ -210,13 +210,11 @@ class _Compiled:
         placement = self._outline.placement
         if placement is not None:
             for index, leaf in enumerate(dynamic):
-                if isinstance(leaf, jax.Array) and leaf.committed:
-                    sharding = leaf.sharding
-                    if (
-                        getattr(sharding, "mesh", None) is not placement.mesh
-                        and sharding.device_set != placement.device_set
-                    ):
-                        dynamic[index] = _on_all_devices(leaf, placement)
+                sharding = getattr(leaf, "sharding", None)
+                if sharding is None or sharding is placement.split:
+                    continue
+                if leaf.committed and sharding.device_set != placement.device_set:
+                    dynamic[index] = _on_all_devices(leaf, placement)
         donated = [variable.storage for variable in self._outline.written]
         kept = [variable.storage for variable in self._outline.read_only]
         return donated, kept, dynamic
@@ -244,6 +242,60 @@ def _on_all_devices(array: jax.Array, placement: Placement) -> jax.Array:
 
 
 @final
+class _Recent:
+    """The latest call, remembered so that the next like it is found without a search.
+
+    For calls whose arguments are arrays and unpadded PerReplica values, as in a
+    training loop: looking at shapes is all the Python that is left to do then.
+    """
+
+    def __init__(
+        self,
+        expected: list[tuple[type, Any, Any, bool]],
+        strategy: Any,
+        compiled: _Compiled,
+        captures: Captures,
+    ) -> None:
+        self._expected = expected
+        self._strategy = strategy
+        self.compiled = compiled
+        self.captures = captures
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], compiled: _Compiled, captures: Captures) -> _Recent | None:
+        """Remembers a call, or returns None if it is not of the simple kind."""
+        expected = []
+        for arg in args:
+            kind = type(arg)
+            if kind is PerReplica and arg.stacked is not None and arg.row_counts is None:
+                array = arg.stacked
+            elif isinstance(arg, jax.Array) and not _compat.is_traced(arg):
+                array = arg
+            else:
+                return None
+            expected.append((kind, array.shape, array.dtype, getattr(arg, "is_batch", False)))
+        return cls(expected, _context.current().strategy, compiled, captures)
+
+    def arrays_of(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """Returns the arrays among ``args`` if they are like those remembered."""
+        if len(args) != len(self._expected) or _context.current().strategy is not self._strategy:
+            return None
+        arrays = []
+        for arg, (kind, shape, dtype, is_batch) in zip(args, self._expected, strict=True):
+            if type(arg) is not kind:
+                return None
+            array = arg
+            if kind is PerReplica:
+                if arg.row_counts is not None or arg.is_batch is not is_batch:
+                    return None
+                array = arg.stacked
+            if array is None or array.shape != shape or array.dtype != dtype:
+                return None
+            arrays.append(array)
+        return arrays
+
+
+@final
 class Programs:
     """The compiled forms of one function, by signature of its arguments."""
 
@@ -254,21 +306,34 @@ class Programs:
             collections.OrderedDict()
         )
         self._last_key: Any = None
+        self._recent: _Recent | None = None
         self.reasons: list[str] = []
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
+        recent = self._recent
+        if recent is not None and not kwargs:
+            arrays = recent.arrays_of(args)
+            if arrays is not None and recent.captures.changed() is None:
+                return recent.compiled(arrays)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
-        return self._find(leaves, treedef)(leaves)
+        compiled = self._find(leaves, treedef)
+        result = compiled(leaves)
+        captures = self._entries[self._key(leaves, treedef)][1]
+        self._recent = None if kwargs else _Recent.of(args, compiled, captures)
+        return result
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
         return self._find(leaves, treedef).lower(leaves)
 
-    def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:
+    def _key(self, leaves: list[Any], treedef: Any) -> Any:
         strategy = _context.current().strategy
-        key = (treedef, tuple(map(_signature, leaves)), id(strategy))
+        return (treedef, tuple(map(_signature, leaves)), id(strategy))
+
+    def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:
+        key = self._key(leaves, treedef)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from mirrored import _compat, _context, _debug, _failure, _replica
 from mirrored._captures import fingerprint
-from mirrored._collectives import reduce_components
 from mirrored._cluster import Cluster
+from mirrored._collectives import reduce_components
 from mirrored._data import (
     DistributedDataset,
     InputContext,
@@ -74,7 +74,7 @@ class Strategy(abc.ABC):
         return self.placement.replica_count
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Any, ...]:
         """The devices, one a replica, in replica order."""
         return self.placement.devices
 

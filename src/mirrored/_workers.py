@@ -189,7 +189,7 @@ def connected() -> Workers | None:
 
 def connect(cluster: Cluster, timeout: float) -> Workers:
     """Meets the other workers and starts JAX's distributed runtime among them."""
-    global _connected  # noqa: PLW0603 (the process has one place, as jax.distributed does)
+    global _connected
     if _connected is not None:
         _require_same(_connected.cluster, cluster)
         return _connected

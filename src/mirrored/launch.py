@@ -361,9 +361,7 @@ class _Launcher:
         steps = [read_preempted(self._directory, worker.number) for worker in self._workers]
         if any(step is not None for step in steps):
             step = next(step for step in steps if step is not None)
-            return _Outcome(
-                0, f"the run was preempted and saved after step {step}", preempted=True
-            )
+            return _Outcome(0, f"the run was preempted and saved after step {step}", preempted=True)
         return _Outcome(0)
 
     # --- failures ----------------------------------------------------------------

@@ -47,7 +47,5 @@ def outcome(directory, workers):
 
 def seconds_lost(directory):
     """Returns the longest time between two completed steps."""
-    times = [
-        json.loads(line)["time"] for line in (directory / "seen-0").read_text().splitlines()
-    ]
+    times = [json.loads(line)["time"] for line in (directory / "seen-0").read_text().splitlines()]
     return max(after - before for before, after in zip(times, times[1:], strict=False))

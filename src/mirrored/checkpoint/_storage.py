@@ -71,7 +71,8 @@ class Storage:
         if stored:
             with _checkpointer() as checkpointer:
                 checkpointer.save(
-                    partial / _ARRAYS, args=ocp.args.PyTreeSave(stored, ocdbt_target_data_file_size=None)
+                    partial / _ARRAYS,
+                    args=ocp.args.PyTreeSave(stored, ocdbt_target_data_file_size=None),
                 )
         manifest = {
             "format": _FORMAT,
@@ -137,7 +138,9 @@ class Storage:
             arrays |= {name: np.asarray(read[name]) for name in stored}
         return {name: arrays[name] for name in described}
 
-    def read_newest(self, wanted: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    def read_newest(
+        self, wanted: int | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         """Reads the newest whole checkpoint, or that of one step; warns of damaged ones."""
         steps = self.steps() if wanted is None else [wanted]
         for step in steps:

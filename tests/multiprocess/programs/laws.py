@@ -52,7 +52,9 @@ for epoch in range(2):
         loss, sums = train_step(images, labels)
         losses.append(float(loss))
         if epoch == 0:
-            shares.append([np.asarray(part)[:, 0].tolist() for part in strategy.local_results(images)])
+            shares.append(
+                [np.asarray(part)[:, 0].tolist() for part in strategy.local_results(images)]
+            )
             means.append(float(strategy.reduce("mean", sums, axis=0)))
             gathered.append(strategy.gather(sums, axis=0).tolist())
 for batch in strategy.distribute_dataset(np.arange(14), batch_size=8):
@@ -65,7 +67,9 @@ key = strategy.run(
     lambda k: jax.random.uniform(mirrored.get_replica_context().random_key(k, 3)),
     args=(jax.random.key(1),),
 )
-found["random"] = np.asarray(strategy.gather(strategy.run(lambda u: u[None], args=(key,)), 0)).tolist()
+found["random"] = np.asarray(
+    strategy.gather(strategy.run(lambda u: u[None], args=(key,)), 0)
+).tolist()
 weights.assign(np.ones((4, 3), "f4"))
 found["assigned"] = weights.numpy().tolist()
 text = train_step.lower(images, labels).compile().as_text()
