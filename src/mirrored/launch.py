@@ -8,6 +8,7 @@ Kubernetes or Ray, those do what this module does here.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import glob
@@ -162,10 +163,8 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the worker and everything it has started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def drain(self) -> None:

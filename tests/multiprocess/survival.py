@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 
@@ -48,4 +49,4 @@ def outcome(directory, workers):
 def seconds_lost(directory):
     """Returns the longest time between two completed steps."""
     times = [json.loads(line)["time"] for line in (directory / "seen-0").read_text().splitlines()]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in itertools.pairwise(times))

@@ -176,7 +176,8 @@ class Checkpoint:
                 workers.tell(f"{key}/taken", str(workers.process_id))
                 return True
             if time.monotonic() - began > workers.timeout:
-                raise TimeoutError("the worker that writes has not finished")
+                msg = "the worker that writes has not finished"
+                raise TimeoutError(msg)
             time.sleep(_POLL_SECONDS)
         return False
 

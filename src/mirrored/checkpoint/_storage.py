@@ -104,20 +104,26 @@ class Storage:
             wrapped = json.loads((path / _MANIFEST).read_text())
             body = wrapped["manifest"]
             if zlib.crc32(body.encode()) != wrapped["checksum"]:
-                raise DamagedError("its manifest has another checksum than when it was written")
+                msg = "its manifest has another checksum than when it was written"
+                raise DamagedError(msg)
             manifest = json.loads(body)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DamagedError("it was never finished: it has no manifest") from error
+            msg = "it was never finished: it has no manifest"
+            raise DamagedError(msg) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(f"its manifest cannot be read ({error})") from error
+            msg = f"its manifest cannot be read ({error})"
+            raise DamagedError(msg) from error
         if manifest["format"] != _FORMAT:
-            raise DamagedError(f"it has format {manifest['format']}, not {_FORMAT}")
+            msg = f"it has format {manifest['format']}, not {_FORMAT}"
+            raise DamagedError(msg)
         found = dict(_files(path))
         for name, expected in manifest["files"].items():
             if name not in found:
-                raise DamagedError(f"its file {name} is missing")
+                msg = f"its file {name} is missing"
+                raise DamagedError(msg)
             if _checksum(found[name]) != expected:
-                raise DamagedError(f"its file {name} is not what was written")
+                msg = f"its file {name} is not what was written"
+                raise DamagedError(msg)
         return manifest
 
     def read_arrays(self, step: int, manifest: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -46,7 +46,7 @@ def train_step(x, y):
 
 x = np.arange(14 * 4, dtype="f4").reshape(14, 4) / 50
 y = np.ones((14, 3), "f4")
-losses, rows, means, gathered, shares = [], [], [], [], []
+losses, rows, means, gathered = [], [], [], []
 for epoch in range(2):
     for images, labels in strategy.distribute_dataset((x, y), batch_size=8):
         loss, sums = train_step(images, labels)
