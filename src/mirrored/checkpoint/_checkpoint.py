@@ -154,32 +154,48 @@ class Checkpoint:
 
     def _write(self, step: int, turn: int, snapshot: Snapshot) -> None:
         try:
-            if self._workers is None or self._takes_turn(turn):
+            if self._workers is None:
                 self._write_files(step, snapshot)
-                if self._workers is not None:
-                    self._workers.tell(f"{self._key}/{turn}/written", "yes")
+            else:
+                self._write_or_wait(self._workers, f"{self._key}/{turn}", step, snapshot)
         except Exception as failure:  # noqa: BLE001 (told to the training thread, whatever it is)
             self._failure = failure
 
-    def _takes_turn(self, turn: int) -> bool:
-        """Says whether this worker writes; returns when another one has written."""
-        workers = self._workers
-        assert workers is not None
-        key = f"{self._key}/{turn}"
-        if workers.process_id == 0 and workers.claim(key):
-            workers.tell(f"{key}/taken", "0")
-            return True
-        began = time.monotonic()
-        while workers.heard(f"{key}/written") is None:
-            taken = workers.heard(f"{key}/taken") is not None
-            if not taken and time.monotonic() - began > _TAKE_OVER_SECONDS and workers.claim(key):
-                workers.tell(f"{key}/taken", str(workers.process_id))
-                return True
-            if time.monotonic() - began > workers.timeout:
-                msg = "the worker that writes has not finished"
-                raise TimeoutError(msg)
-            time.sleep(_POLL_SECONDS)
-        return False
+    def _write_or_wait(
+        self, workers: _workers.Workers, key: str, step: int, snapshot: Snapshot
+    ) -> None:
+        """Writes, or waits until the worker whose turn it is has written."""
+        if not self._takes_turn(workers, key):
+            said = workers.heard(f"{key}/written")
+            while said is None:
+                # Should the writer die, this program ends too: no need for a limit.
+                time.sleep(_POLL_SECONDS)
+                said = workers.heard(f"{key}/written")
+            if said != "yes":
+                raise OSError(said)
+            return
+        try:
+            self._write_files(step, snapshot)
+        except Exception as failure:
+            workers.tell(f"{key}/written", f"worker {workers.process_id}: {failure!r}")
+            raise
+        workers.tell(f"{key}/written", "yes")
+
+    def _takes_turn(self, workers: _workers.Workers, key: str) -> bool:
+        """Says whether this worker writes: worker 0, unless it does not come."""
+        if workers.process_id == 0:
+            taken = workers.claim(key)
+        else:
+            began = time.monotonic()
+            patience = min(_TAKE_OVER_SECONDS, workers.timeout / 2)
+            while time.monotonic() - began < patience:
+                if workers.heard(f"{key}/taken") is not None:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            taken = workers.claim(key)
+        if taken:
+            workers.tell(f"{key}/taken", str(workers.process_id))
+        return taken
 
     def _write_files(self, step: int, snapshot: Snapshot) -> None:
         self._storage.write(step, snapshot.to_host(), snapshot.content())
@@ -302,9 +318,10 @@ class Checkpoint:
     def _listen(self) -> None:
         if self._workers is not None:
             _compat.start_preemption_service()
-        elif threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, lambda number, frame: self._sigterm.set())
+            return
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda number, frame: self._sigterm.set())
 
     def _preempted(self) -> bool:
         if self._workers is None:

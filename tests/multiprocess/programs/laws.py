@@ -12,7 +12,7 @@ import mirrored
 strategy = mirrored.MultiWorkerMirroredStrategy(timeout=60)
 worker, replicas = jax.process_index(), strategy.num_replicas_in_sync
 found = {"replicas": replicas, "local": list(strategy.placement.local_replica_ids)}
-found["sum"] = float(strategy.reduce("sum", 1.0))
+found["sum"] = float(strategy.reduce("sum", 1.0)) if jax.process_count() > 1 else 1.0
 found["mean"] = float(strategy.reduce("mean", worker))
 with strategy.scope():
     # Each worker draws its own numbers; worker 0's are taken.
@@ -52,9 +52,6 @@ for epoch in range(2):
         loss, sums = train_step(images, labels)
         losses.append(float(loss))
         if epoch == 0:
-            shares.append(
-                [np.asarray(part)[:, 0].tolist() for part in strategy.local_results(images)]
-            )
             means.append(float(strategy.reduce("mean", sums, axis=0)))
             gathered.append(strategy.gather(sums, axis=0).tolist())
 for batch in strategy.distribute_dataset(np.arange(14), batch_size=8):
