@@ -4,11 +4,14 @@ The public API, and nothing else.
 """
 
 from mirrored._accumulation import accumulated_value_and_grad
+from mirrored._cluster import Cluster
 from mirrored._context import add_companion, has_strategy
 from mirrored._data import DistributedDataset, InputContext
 from mirrored._errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
+    ClusterError,
     ContextError,
     DataError,
     DeviceError,
@@ -21,6 +24,7 @@ from mirrored._errors import (
     ShapeError,
     TracingError,
     VariableError,
+    WorkerError,
 )
 from mirrored._gradients import grad, mean, value_and_grad
 from mirrored._optimizer import Optimizer
@@ -48,6 +52,9 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
     "ContextError",
     "DataError",
     "DeviceError",
@@ -76,6 +83,7 @@ __all__ = [
     "VariableAggregation",
     "VariableError",
     "VariableSynchronization",
+    "WorkerError",
     "__version__",
     "accumulated_value_and_grad",
     "function",

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mirrored import _compat, _context
+from mirrored import _compat, _context, _workers
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
@@ -214,13 +214,14 @@ class _Compiled:
                 if sharding is None or sharding is placement.split:
                     continue
                 if leaf.committed and sharding.device_set != placement.device_set:
-                    dynamic[index] = jax.device_put(leaf, placement.mirrored)
+                    dynamic[index] = _on_all_devices(leaf, placement)
         donated = [variable.storage for variable in self._outline.written]
         kept = [variable.storage for variable in self._outline.read_only]
         return donated, kept, dynamic
 
     def __call__(self, leaves: list[Any]) -> Any:
         outline = self._outline
+        _workers.pulse()
         return_lent(outline.written)
         new_values, results, flags = self._program(*self._arguments(leaves))
         for variable, array in zip(outline.written, new_values, strict=True):
@@ -231,6 +232,13 @@ class _Compiled:
         for check, flag in zip(outline.checks, flags, strict=True):
             check(np.asarray(flag))
         return outline.out_treedef.unflatten(outputs)
+
+
+def _on_all_devices(array: jax.Array, placement: Placement) -> jax.Array:
+    if placement.spans_processes and array.is_fully_addressable:
+        # Every process passes its own, as to jax.jit; nobody compares them.
+        return placement.lift(array)
+    return jax.device_put(array, placement.mirrored)
 
 
 @final
