@@ -4,6 +4,7 @@ The public API, and nothing else.
 """
 
 from mirrored._accumulation import accumulated_value_and_grad
+from mirrored._claims import as_mirrored
 from mirrored._context import (
     ReplicaContext,
     add_companion,
@@ -29,6 +30,7 @@ from mirrored._errors import (
     VariableError,
 )
 from mirrored._gradients import grad, mean, value_and_grad
+from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._program import Function, function
 from mirrored._progress import progress
@@ -47,6 +49,8 @@ from mirrored._variable import Variable
 
 # Keras models made in a scope learn of it if Keras has been imported.
 add_companion("keras", "mirrored.keras")
+# Flax NNX objects among the arguments of a program are taken apart and written back.
+add_adapter("flax", "mirrored.nnx")
 
 __version__ = "0.1.0"
 
@@ -83,6 +87,7 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "accumulated_value_and_grad",
+    "as_mirrored",
     "function",
     "get_replica_context",
     "get_strategy",

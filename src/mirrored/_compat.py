@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import core as _jax_core
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.sharding import AxisType
 
 REPLICA_AXIS = "replica"
@@ -19,10 +20,19 @@ REPLICA_AXIS = "replica"
 
 def varies_over_replicas(value: Any) -> bool:
     """Says whether the type of ``value`` allows it to differ between replicas."""
-    aval = jax.typeof(value)
+    return type_varies(jax.typeof(value))
+
+
+def type_varies(aval: Any) -> bool:
+    """Says whether a type allows its values to differ between replicas."""
     manual = getattr(aval, "manual_axis_type", None)
     axes = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
     return REPLICA_AXIS in axes
+
+
+def is_ref_type(aval: Any) -> bool:
+    """Says whether a type is that of a mutable Ref."""
+    return isinstance(aval, _AbstractRef)
 
 
 def is_traced(value: Any) -> bool:

@@ -318,6 +318,11 @@ class RowValidity:
             return self._real
         return jnp.arange(self.row_count) < self._real
 
+    def real_count(self) -> Any:
+        """How many rows are real."""
+        mask = self.mask()
+        return self.row_count if mask is None else jnp.sum(mask)
+
     def weights(self) -> Any:
         """One float32 for each row: 1 for a real row, 0 for padding."""
         mask = self.mask()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mirrored import _compat, _context
+from mirrored import _compat, _context, _objects
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
@@ -68,16 +68,73 @@ def _shown(signature: Any) -> str:
 
 
 @final
+class Objects:
+    """The stateful objects among the arguments of one call."""
+
+    def __init__(self, leaves: list[Any], places: list[int]) -> None:
+        self.places = places
+        self._taken = None
+        if places:
+            self._taken = _objects.take([leaves[index] for index in places])
+            for index in places:
+                leaves[index] = None
+        self.signature = self._taken.signature if self._taken else None
+
+    def shapes(self) -> list[Any]:
+        """What to trace with in place of the objects' arrays."""
+        arrays = self._taken.arrays if self._taken else []
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+
+    def inside(self, arrays: list[Any]) -> _objects.Inner | None:
+        """Makes the objects anew in the running trace."""
+        return self._taken.inside(arrays, None) if self._taken else None
+
+    def arrays(
+        self, changed: list[int], unchanged: list[int], placement: Placement | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays to donate and those to keep, on the devices of ``placement``."""
+        taken = self._taken
+        if taken is None:
+            return [], []
+        if placement is not None:
+            elsewhere = {
+                number: placement.mirror(array)
+                for number, array in enumerate(taken.arrays)
+                if array.sharding is not placement.mirrored
+                and array.sharding != placement.mirrored
+            }
+            if elsewhere:
+                taken.write(elsewhere)
+        arrays = taken.arrays
+        donated = [
+            jnp.copy(arrays[number]) if taken.is_shared(number) else arrays[number]
+            for number in changed
+        ]
+        return donated, [arrays[number] for number in unchanged]
+
+    def write(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Writes new arrays on the caller's objects."""
+        if self._taken is not None:
+            self._taken.write(dict(zip(numbers, arrays, strict=True)))
+
+
+@final
 class _Compiled:
     """One traced and compiled form of a function, for one signature."""
 
-    def __init__(self, function: Callable[..., Any], treedef: Any, leaves: list[Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        treedef: Any,
+        leaves: list[Any],
+        objects: Objects,
+    ) -> None:
         self._dynamic = [index for index, leaf in enumerate(leaves) if is_array_like(leaf)]
         examples = [leaves[index] for index in self._dynamic]
         while True:
             variables = live_variables(None)
             try:
-                jaxpr = self._trace(function, treedef, leaves, examples, variables)
+                jaxpr = self._trace(function, treedef, leaves, examples, variables, objects)
             except _context.RetraceWith as request:
                 request.prepare()
                 continue
@@ -91,8 +148,9 @@ class _Compiled:
         leaves: list[Any],
         examples: list[Any],
         variables: list[Variable],
+        objects: Objects,
     ) -> Any:
-        def staged(stored: list[Any], dynamic: list[Any]) -> Any:
+        def staged(stored: list[Any], dynamic: list[Any], held: list[Any]) -> Any:
             slots = {
                 variable: _context.Slot(jax.new_ref(array))
                 for variable, array in zip(variables, stored, strict=True)
@@ -100,6 +158,9 @@ class _Compiled:
             frame = _context.Frame(slots, None)
             filled = list(leaves)
             for index, value in zip(self._dynamic, dynamic, strict=True):
+                filled[index] = value
+            inside = objects.inside(held)
+            for index, value in zip(objects.places, inside.objects if inside else (), strict=True):
                 filled[index] = value
             args, kwargs = treedef.unflatten(filled)
             with _context.entered(frame=frame):
@@ -119,13 +180,17 @@ class _Compiled:
             self._placement = frame.placement or self._variables_placement()
             final_values = [slots[variable].ref[...] for variable in self._written]
             results = [outputs[index] for index in self._out_dynamic]
-            return final_values, results, [flag for flag, _ in frame.checks]
+            changed = inside.changed() if inside else {}
+            self._changed = sorted(changed)
+            self._unchanged = [n for n in range(len(held)) if n not in changed]
+            final_held = [changed[number] for number in self._changed]
+            return final_values, results, [flag for flag, _ in frame.checks], final_held
 
         stored = [
             jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
             for variable in variables
         ]
-        return jax.make_jaxpr(staged)(stored, examples)
+        return jax.make_jaxpr(staged)(stored, examples, objects.shapes())
 
     def _variables_placement(self) -> Placement | None:
         placements = {id(v.placement): v for v in [*self._written, *self._read_only]}
@@ -160,7 +225,14 @@ class _Compiled:
         result_count = len(self._out_dynamic)
         written_count = len(self._written)
 
-        def program(donated: list[Any], kept: list[Any], dynamic: list[Any]) -> Any:
+        check_count = len(self._checks)
+        changed, unchanged = self._changed, self._unchanged
+
+        def program(donated: Any, kept: Any, dynamic: list[Any]) -> Any:
+            donated, donated_held = donated
+            kept, kept_held = kept
+            numbered = dict(zip([*changed, *unchanged], [*donated_held, *kept_held], strict=True))
+            held = [numbered[number] for number in range(len(numbered))]
             stored = [
                 donated[index] if kind == 0 else kept[index] if kind == 1 else None
                 for kind, index in order
@@ -169,21 +241,23 @@ class _Compiled:
                 jnp.zeros(*untouched[variable]) if value is None else value
                 for value, variable in zip(stored, variables, strict=True)
             ]
-            flat = evaluate(*stored, *dynamic)
-            return (
-                flat[:written_count],
-                flat[written_count : written_count + result_count],
-                flat[written_count + result_count :],
-            )
+            flat = iter(evaluate(*stored, *dynamic, *held))
+            new_values = [next(flat) for _ in range(written_count)]
+            results = [next(flat) for _ in range(result_count)]
+            flags = [next(flat) for _ in range(check_count)]
+            return (new_values, list(flat)), results, flags
 
         shardings = [variable.storage_sharding for variable in self._written]
-        self._program = jax.jit(program, donate_argnums=0, out_shardings=(shardings, None, None))
+        held_sharding = None if self._placement is None else self._placement.mirrored
+        self._program = jax.jit(
+            program, donate_argnums=0, out_shardings=((shardings, held_sharding), None, None)
+        )
 
-    def lower(self, leaves: list[Any]) -> Any:
+    def lower(self, leaves: list[Any], objects: Objects) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
-        return self._program.lower(*self._arguments(leaves))
+        return self._program.lower(*self._arguments(leaves, objects))
 
-    def _arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _arguments(self, leaves: list[Any], objects: Objects) -> tuple[Any, Any, list[Any]]:
         dynamic = [leaves[index] for index in self._dynamic]
         placement = self._placement
         if placement is not None:
@@ -195,12 +269,15 @@ class _Compiled:
                         and sharding.device_set != placement.device_set
                     ):
                         dynamic[index] = jax.device_put(leaf, placement.mirrored)
+        donated_held, kept_held = objects.arrays(self._changed, self._unchanged, placement)
         donated = [variable.storage for variable in self._written]
-        return donated, [variable.storage for variable in self._read_only], dynamic
+        kept = [variable.storage for variable in self._read_only]
+        return (donated, donated_held), (kept, kept_held), dynamic
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[Any], objects: Objects) -> Any:
         return_lent(self._written)
-        new_values, results, flags = self._program(*self._arguments(leaves))
+        (new_values, new_held), results, flags = self._program(*self._arguments(leaves, objects))
+        objects.write(self._changed, new_held)
         for variable, array in zip(self._written, new_values, strict=True):
             variable.storage = array
         outputs = list(self._constants)
@@ -226,17 +303,19 @@ class Programs:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        return self._find(leaves, treedef)(leaves)
+        leaves, treedef, places = _objects.flatten_arguments((args, kwargs))
+        objects = Objects(leaves, places)
+        return self._find(leaves, treedef, objects)(leaves, objects)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        return self._find(leaves, treedef).lower(leaves)
+        leaves, treedef, places = _objects.flatten_arguments((args, kwargs))
+        objects = Objects(leaves, places)
+        return self._find(leaves, treedef, objects).lower(leaves, objects)
 
-    def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:
+    def _find(self, leaves: list[Any], treedef: Any, objects: Objects) -> _Compiled:
         strategy = _context.current().strategy
-        key = (treedef, tuple(map(_signature, leaves)), id(strategy))
+        key = (treedef, tuple(map(_signature, leaves)), id(strategy), objects.signature)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:
@@ -245,7 +324,7 @@ class Programs:
             if reason is None:
                 return compiled
         reason = reason or self._reason(key)
-        compiled = _Compiled(self._function, treedef, leaves)
+        compiled = _Compiled(self._function, treedef, leaves, objects)
         # The snapshot is taken after the trace: a counter that the function itself
         # advances while it is traced must not look like a change.
         self._entries[key] = (compiled, Captures(self._watched))
@@ -268,6 +347,8 @@ class Programs:
         for index, (old, new) in enumerate(zip(before[1], key[1], strict=True)):
             if old != new:
                 return f"array {index} of the arguments changed: {_shown(old)} -> {_shown(new)}"
+        if key[3] != before[3]:
+            return "the structure of an object among the arguments changed"
         return "the current strategy changed"
 
 

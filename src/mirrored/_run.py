@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mirrored import _compat, _context
+from mirrored import _compat, _context, _objects
+from mirrored._claims import Claim
 from mirrored._collectives import ProgramCommunicator, to_varying
 from mirrored._errors import (
     ContextError,
@@ -26,6 +27,7 @@ from mirrored._errors import (
 )
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
+from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
 from mirrored._values import PerReplica, flatten
 from mirrored._variable import Variable, live_variables
 
@@ -58,9 +60,13 @@ def run_replicas(
                 hint="compile a mirrored.function for each strategy.",
             )
         frame.placement = placement
-    arguments = _Arguments(placement, args, kwargs)
-    variables = [] if frame is None else live_variables(placement)
-    return _Replicated(strategy, placement, function, arguments, variables, frame).result()
+
+    def replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        arguments = _Arguments(placement, args, kwargs)
+        variables = [] if frame is None else live_variables(placement)
+        return _Replicated(strategy, placement, function, arguments, variables, frame).result()
+
+    return _objects.run_with_objects(replicated, function, args, kwargs)
 
 
 class _Arguments:
@@ -155,6 +161,7 @@ class _Replicated:
         structure = self._structure
         flat = jax.extend.core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
         (same, stored), (own, components), flags = structure.unflatten(flat)
+        own = self._keep_claims(jaxpr, operands, own, len(same) + len(stored))
         self._store(stored, components, flags)
         per_row = self._per_row_outputs(len(own))
         counts = next(
@@ -165,7 +172,10 @@ class _Replicated:
             outputs[index] = value
         for number, (index, value) in enumerate(zip(self._own, own, strict=True)):
             rows = counts if number in per_row else None
-            outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
+            if index in self._claims:
+                outputs[index] = value
+            else:
+                outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
         return self._out_treedef.unflatten(outputs)
 
     def _operands(self, arguments: _Arguments) -> tuple[Any, ...]:
@@ -247,7 +257,11 @@ class _Replicated:
         self._same: list[int] = []
         self._own: list[int] = []
         same, own = [], []
+        self._claims: dict[int, Claim] = {}
         for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Claim):
+                self._claims[index] = leaf
+                leaf = leaf.value
             if isinstance(leaf, Variable):
                 leaf = leaf.read(lend=False)
             elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -296,6 +310,41 @@ class _Replicated:
         for flag, (_, check) in zip(flags, self._frame.checks, strict=True):
             self._outer.checks.append((flag, check))
 
+    def _keep_claims(
+        self, jaxpr: Any, operands: tuple[Any, ...], own: list[Any], before: int
+    ) -> list[Any]:
+        """Checks what is claimed to be the same on all replicas, and makes it one array."""
+        if not self._claims:
+            return own
+        bits = _dependence(jaxpr, operands)
+        padded = self._rows is not None and self._rows.padded
+        whole = dict(zip(self._own, bits[before : before + len(own)], strict=True))
+        whole.update(zip(self._same, bits, strict=False))
+        for index, claim in self._claims.items():
+            if whole[index] & REPLICA:
+                raise claim.refusal()
+            if padded and claim.counts_rows and not whole[index] & ROWS:
+                raise claim.padding_refusal()
+        claimed = [number for number, index in enumerate(self._own) if index in self._claims]
+        kept = list(own)
+        for number, value in zip(
+            claimed, self._one_of([own[number] for number in claimed]), strict=True
+        ):
+            kept[number] = value
+        return kept
+
+    def _one_of(self, stacked: list[Any]) -> list[Any]:
+        """Takes each device's component as the whole: free, and right for equal ones."""
+        if not stacked:
+            return []
+        return jax.shard_map(
+            lambda values: [value[0] for value in values],
+            mesh=self._placement.mesh,
+            in_specs=(_SPLIT,),
+            out_specs=_MIRRORED,
+            check_vma=False,
+        )(stacked)
+
     def _per_row_outputs(self, own_count: int) -> set[int]:
         """Finds the outputs whose rows are the rows of a padded batch.
 
@@ -318,7 +367,8 @@ class _Replicated:
         per_row = {
             number
             for number in range(own_count)
-            if after is not None
+            if self._own[number] not in self._claims
+            and after is not None
             and len(after) == own_count
             and len(before[number]) > 1
             and len(after[number]) == len(before[number])
@@ -350,6 +400,24 @@ class _Replicated:
             "rows by mirrored.get_replica_context().example_weights, or pass remainder='drop' to "
             "distribute_dataset.",
         )
+
+
+def _dependence(jaxpr: Any, operands: tuple[Any, ...]) -> list[int]:
+    """Finds what the outputs of the replicas' program depend on."""
+    equation = next(
+        equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "shard_map"
+    )
+    inner = equation.params["jaxpr"]
+    stacked, counts, mirrored, mirrored_state, own_state = map(len, operands)
+    inputs = (
+        [REPLICA] * stacked
+        + [REPLICA | ROWS] * counts
+        + [NOTHING] * (mirrored + mirrored_state)
+        + [REPLICA] * own_state
+    )
+    invars = getattr(inner, "jaxpr", inner).invars
+    # Arrays the function closed over come first.
+    return output_dependence(inner, [NOTHING] * (len(invars) - len(inputs)) + inputs)
 
 
 def _enter(array: Any, communicator: ProgramCommunicator) -> Any:
