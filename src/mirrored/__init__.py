@@ -5,13 +5,7 @@ The public API, and nothing else.
 
 from mirrored._accumulation import accumulated_value_and_grad
 from mirrored._claims import as_mirrored
-from mirrored._context import (
-    ReplicaContext,
-    add_companion,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
+from mirrored._context import add_companion, has_strategy
 from mirrored._data import DistributedDataset, InputContext
 from mirrored._errors import (
     ArgumentError,
@@ -30,10 +24,11 @@ from mirrored._errors import (
     VariableError,
 )
 from mirrored._gradients import grad, mean, value_and_grad
-from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._program import Function, function
 from mirrored._progress import progress
+from mirrored._objects import add_adapter
+from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
 from mirrored._sparse import IndexedSlices
 from mirrored._strategy import (
     MirroredStrategy,

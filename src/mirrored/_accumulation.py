@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mirrored import _context
+from mirrored import _context, _replica
 from mirrored._collectives import SingleCommunicator
 from mirrored._errors import ArgumentError, PaddingError
 from mirrored._gradients import flatten_variables, in_place_of, reduce_by_loss
@@ -78,7 +78,7 @@ def accumulated_value_and_grad(
 def _accumulate(function: Callable[..., Any], parameters: Any, batch: Any, steps: int) -> Any:
     context = _context.current()
     inside = context.replica is not None and not context.merging
-    replica = context.replica or _context.ReplicaContext(context.strategy, SingleCommunicator())
+    replica = context.replica or _replica.ReplicaContext(context.strategy, SingleCommunicator())
     communicator = replica.communicator
     rows = _row_count(batch)
     length = math.ceil(rows / steps)
@@ -90,14 +90,12 @@ def _accumulate(function: Callable[..., Any], parameters: Any, batch: Any, steps
         parameters = jax.tree.map(communicator.own, parameters)
 
     def one(microbatch: Any, mask: Any) -> Any:
-        validity = _context.RowValidity(length, mask if padded else None)
-        inner = _context.ReplicaContext(replica.strategy, communicator, validity)
+        validity = _replica.RowValidity(length, mask if padded else None)
+        inner = _replica.ReplicaContext(replica.strategy, communicator, validity)
 
         def weighted_loss(values: Any) -> Any:
             denominators: list[Any] = []
-            with _context.entered(
-                replica=inner, denominators=denominators, reduces_gradients=True
-            ):
+            with _context.entered(replica=inner, denominators=denominators, reduces_gradients=True):
                 loss = function(values, *microbatch)
             _check_denominators(len(denominators), padded, rows, steps)
             weight = denominators[0] if denominators else jnp.ones((), jnp.float32)

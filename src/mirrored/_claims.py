@@ -7,7 +7,7 @@ which has the whole program in sight.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, final
 
 import jax
 
@@ -17,6 +17,7 @@ from mirrored._errors import MirroredError, PaddingError, VariableError
 _HINT = 'reduce what it is computed from first, with ctx.all_reduce("mean", value).'
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Claim:
     """A value with the words in which its claim is refused."""
@@ -24,8 +25,8 @@ class Claim:
     value: Any
     label: str
     hint: str = _HINT
-    # Whether it is computed from a batch, so must leave padded rows out.
-    counts_rows: bool = False
+    # What must leave padded rows out, if it is computed from a batch.
+    basis: Any = None
     padding_hint: str = ""
 
     def refusal(self) -> MirroredError:

@@ -102,7 +102,10 @@ class SingleCommunicator(Communicator):
     """One replica alone: the default replica context, outside any scope."""
 
     replica_count = 1
-    replica_id = 0
+
+    @property
+    def replica_id(self) -> int:
+        return 0
 
     def sum(self, values: list[Any]) -> list[Any]:
         return values
@@ -185,7 +188,9 @@ def reduce_components(
         _local_sum(op, value, count, axis)
         for (value, count), axis in zip(components, axes, strict=True)
     ]
-    counts = [count for (_, count), axis in zip(components, axes, strict=True) if _rows(count, axis)]
+    counts = [
+        count for (_, count), axis in zip(components, axes, strict=True) if _rows(count, axis)
+    ]
     # Sums and row counts travel together: one collective a reduction.
     combined = communicator.sum([*sums, *counts])
     totals, row_totals = combined[: len(sums)], combined[len(sums) :]

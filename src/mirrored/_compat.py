@@ -20,11 +20,12 @@ REPLICA_AXIS = "replica"
 
 def varies_over_replicas(value: Any) -> bool:
     """Says whether the type of ``value`` allows it to differ between replicas."""
-    return type_varies(jax.typeof(value))
+    return type_varies_over_replicas(jax.typeof(value))
 
 
-def type_varies(aval: Any) -> bool:
-    """Says whether a type allows its values to differ between replicas."""
+def type_varies_over_replicas(aval: Any) -> bool:
+    """The same of a type; a Ref's type is that of what it holds."""
+    aval = getattr(aval, "inner_aval", aval)
     manual = getattr(aval, "manual_axis_type", None)
     axes = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
     return REPLICA_AXIS in axes
@@ -37,7 +38,7 @@ def is_ref_type(aval: Any) -> bool:
 
 def is_traced(value: Any) -> bool:
     """Says whether ``value`` stands for an array of a program being traced."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, _jax_core.Tracer)
 
 
 def is_differentiated(value: Any) -> bool:
@@ -48,7 +49,7 @@ def is_differentiated(value: Any) -> bool:
 def is_typed_key(value: Any) -> bool:
     """Says whether ``value`` is an array of new-style random keys."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def no_trace_is_open() -> bool:

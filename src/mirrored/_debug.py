@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirrored import _compat, _context, _objects
+from mirrored import _compat, _context, _objects, _replica
 from mirrored._claims import Claim
 from mirrored._collectives import Communicator
 from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten
+from mirrored._values import PerReplica, flatten, is_object_leaf
 from mirrored._variable import Variable
 
 _DEBUGGED: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_debugged", default=None)
@@ -142,7 +142,9 @@ class _TakingTurns(Communicator):
                 expected="collectives outside transformations other than jax.grad.",
                 hint="run compiled, without strategy.debug(), or move the collective out.",
             )
-        return [jax.device_put(part, self._device) for part in self._turns.meet(self._id, what, value)]
+        return [
+            jax.device_put(part, self._device) for part in self._turns.meet(self._id, what, value)
+        ]
 
     def sum(self, values: list[Any]) -> list[Any]:
         @jax.custom_vjp
@@ -151,7 +153,9 @@ class _TakingTurns(Communicator):
             return [sum(column[1:], start=column[0]) for column in zip(*parts, strict=True)]
 
         # The gradient of a sum over replicas is the sum of the replicas' cotangents.
-        total.defvjp(lambda values: (total(values), None), lambda _, cotangents: (total(cotangents),))
+        total.defvjp(
+            lambda values: (total(values), None), lambda _, cotangents: (total(cotangents),)
+        )
         return self._agreed(total([jnp.asarray(value) for value in values])) if values else []
 
     def extreme(self, op: ReduceOp, values: list[Any]) -> list[Any]:
@@ -234,7 +238,7 @@ def run_one_after_another(
             "function.__wrapped__.",
         )
     return _objects.run_with_objects(
-        lambda *call: _in_turns(strategy, placement, *call), function, args, kwargs
+        lambda *call: _in_turns(strategy, placement, *call), function, args, kwargs, compiled=False
     )
 
 
@@ -244,9 +248,7 @@ def _in_turns(
     count = placement.replica_count
     turns = _Turns(count)
     leaves, structure = flatten((args, kwargs))
-    placed = [
-        leaf.placed(placement) if isinstance(leaf, PerReplica) else leaf for leaf in leaves
-    ]
+    placed = [leaf.placed(placement) if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
     results: list[Any] = [None] * count
     frames: list[Any] = [None] * count
     communicators = [_TakingTurns(turns, index, placement) for index in range(count)]
@@ -261,7 +263,7 @@ def _in_turns(
             own_args, own_kwargs = structure.unflatten(own)
             frames[replica_id] = _debug_frame(placement, replica_id, device)
             rows = _rows(placed, replica_id)
-            context = _context.ReplicaContext(strategy, communicators[replica_id], rows)
+            context = _replica.ReplicaContext(strategy, communicators[replica_id], rows)
             with (
                 _context.entered(
                     strategy=strategy,
@@ -293,13 +295,13 @@ def _in_turns(
     return _combined(placement, results, communicators)
 
 
-def _rows(placed: list[Any], replica_id: int) -> _context.RowValidity | None:
+def _rows(placed: list[Any], replica_id: int) -> _replica.RowValidity | None:
     batches = [leaf for leaf in placed if isinstance(leaf, PerReplica) and leaf.is_batch]
     if not batches:
         return None
     counts = batches[0].row_counts
     real = None if counts is None else np.asarray(counts)[replica_id]
-    return _context.RowValidity(batches[0].stacked.shape[1], real)
+    return _replica.RowValidity(batches[0].stacked.shape[1], real)
 
 
 def _leaf_of_replica(leaf: Any, replica_id: int, device: Any, communicators: list[Any]) -> Any:
@@ -308,7 +310,7 @@ def _leaf_of_replica(leaf: Any, replica_id: int, device: Any, communicators: lis
     if not is_array_like(leaf):
         return leaf
     if _compat.is_typed_key(leaf):
-        return _context.fold_in_replica(jax.device_put(leaf, device), communicators[replica_id])
+        return _replica.fold_in_replica(jax.device_put(leaf, device), communicators[replica_id])
     return jax.device_put(jnp.asarray(leaf), device)
 
 
@@ -340,7 +342,7 @@ def _store(placement: Placement, frames: list[_context.Frame]) -> None:
 
 
 def _combined(placement: Placement, results: list[Any], communicators: list[Any]) -> Any:
-    flat = [jax.tree.flatten(result) for result in results]
+    flat = [jax.tree.flatten(result, is_leaf=is_object_leaf) for result in results]
     structures = {str(structure) for _, structure in flat}
     if len(structures) > 1:
         raise ContextError(

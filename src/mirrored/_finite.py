@@ -13,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrored._errors import NonFiniteError
-from mirrored._values import PerReplica
+from mirrored._values import PerReplica, is_leaf
 from mirrored._variable import Variable
 
 
 def require_finite(nest: Any) -> None:
     """Raises NonFiniteError if a leaf of ``nest`` holds a NaN or an infinity."""
-    leaves = jax.tree_util.tree_flatten_with_path(
-        nest, is_leaf=lambda leaf: isinstance(leaf, (PerReplica, Variable))
-    )[0]
+    leaves = jax.tree_util.tree_flatten_with_path(nest, is_leaf=is_leaf)[0]
     names, arrays = [], []
     for path, leaf in leaves:
         label = f"the value at {jax.tree_util.keystr(path)}" if path else "the value"
@@ -61,5 +59,3 @@ def raise_if_not_finite(names: list[str], where: str) -> Callable[[Any], None]:
             )
 
     return check
-
-

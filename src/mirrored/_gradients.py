@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mirrored import _compat, _context
+from mirrored import _compat, _context, _replica
 from mirrored._collectives import Communicator, reduce_components
 from mirrored._errors import ArgumentError, PaddingError
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
 
 
@@ -42,7 +42,7 @@ def mean(per_example: Any, weights: Any = None) -> Any:
     >>> [float(strategy.run(mirrored.mean, args=(batch,))) for batch in dataset]
     [3.0]
     """
-    replica = _context.get_replica_context()
+    replica = _replica.get_replica_context()
     if replica is None:
         if isinstance(per_example, PerReplica):
             raise ArgumentError(
@@ -103,7 +103,7 @@ def _ratio(total: Any, count: Any) -> Any:
     return jnp.where(empty, 0, total) / jnp.where(empty, 1, count)
 
 
-def _global_mean(values: Any, weights: Any, replica: _context.ReplicaContext) -> Any:
+def _global_mean(values: Any, weights: Any, replica: _replica.ReplicaContext) -> Any:
     mask = None if replica.rows is None else replica.rows.mask()
     if mask is not None and values.shape[:1] != mask.shape:
         raise PaddingError(
@@ -211,7 +211,7 @@ def grad(
 
 def flatten_variables(variables: Any) -> tuple[list[Variable], Any]:
     """Flattens a nest of Variables, refusing everything that has no gradient."""
-    leaves, structure = jax.tree.flatten(variables, is_leaf=lambda leaf: isinstance(leaf, Variable))
+    leaves, structure = jax.tree.flatten(variables, is_leaf=is_object_leaf)
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise ArgumentError(

@@ -13,19 +13,19 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 
-from mirrored import _context
+from mirrored import _compat
 from mirrored._claims import Claim
-from mirrored._values import PerReplica
+from mirrored._errors import ContextError
+from mirrored._placement import Placement
+from mirrored._replica import ReplicaContext, get_replica_context
+from mirrored._values import PerReplica, is_leaf, is_object_leaf
 
 _ADAPTERS: dict[str, str] = {}
 _KINDS: dict[type, Adapter] = {}
-# Structures of arguments known to hold no object, most calls' fate.
-_PLAIN: set[Any] = set()
-_MOST_PLAIN = 256
 
 
 class Inner(abc.ABC):
@@ -38,7 +38,7 @@ class Inner(abc.ABC):
         """Returns the arrays the traced code has replaced, by their number."""
 
     @abc.abstractmethod
-    def claims(self, replica: _context.ReplicaContext) -> dict[int, Claim]:
+    def claims(self, replica: ReplicaContext) -> dict[int, Claim]:
         """Returns the replaced arrays, made one for all replicas by the library's rules."""
 
 
@@ -51,7 +51,7 @@ class Taken(abc.ABC):
     """equal for objects that differ in the values of their arrays only"""
 
     @abc.abstractmethod
-    def inside(self, arrays: list[Any], replica: _context.ReplicaContext | None) -> Inner:
+    def inside(self, arrays: list[Any], replica: ReplicaContext | None) -> Inner:
         """Makes new objects of ``arrays`` in the running trace, as a replica sees them."""
 
     @abc.abstractmethod
@@ -104,27 +104,88 @@ def is_object(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, PerReplica) or is_object(value)
+    return is_leaf(value) or is_object(value)
+
+
+def _is_object_of_any_kind(value: Any) -> bool:
+    return is_object_leaf(value) or is_object(value)
 
 
 def _in_use() -> bool:
     return any(library in sys.modules for library in _ADAPTERS)
 
 
-def flatten_arguments(nest: tuple[Any, Any]) -> tuple[list[Any], Any, list[int]]:
-    """Flattens (args, kwargs) for JAX; objects are leaves, whose places come third."""
+def taken_from(nest: tuple[Any, Any]) -> tuple[list[Any], Any, Held]:
+    """Flattens (args, kwargs) for JAX and takes the objects among them apart."""
     if not _in_use():
-        return *jax.tree.flatten(nest), []
-    args, kwargs = nest
-    if not any(map(is_object, args)) and not any(map(is_object, kwargs.values())):
-        leaves, structure = jax.tree.flatten(nest)
-        if structure in _PLAIN:
-            return leaves, structure, []
-    leaves, structure = jax.tree.flatten(nest, is_leaf=is_object)
+        return *jax.tree.flatten(nest, is_leaf=is_object_leaf), Held(None, [])
+    leaves, structure = jax.tree.flatten(nest, is_leaf=_is_object_of_any_kind)
     places = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
-    if not places and len(_PLAIN) < _MOST_PLAIN:
-        _PLAIN.add(structure)
-    return leaves, structure, places
+    held = Held(take([leaves[index] for index in places]) if places else None, places)
+    for index in places:
+        leaves[index] = None
+    return leaves, structure, held
+
+
+@final
+class Held:
+    """The stateful objects among the arguments of one call of a program."""
+
+    def __init__(self, taken: Taken | None, places: list[int]) -> None:
+        self._taken = taken
+        self._places = places
+        self._watched: list[Any] = []
+        self.signature = taken.signature if taken else None
+
+    def shapes(self) -> list[Any]:
+        """What to trace with in place of the objects' arrays."""
+        arrays = self._taken.arrays if self._taken else []
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+
+    def fill(self, leaves: list[Any], arrays: list[Any]) -> Inner | None:
+        """Puts new objects, made of ``arrays`` in the running trace, among the leaves."""
+        if self._taken is None:
+            return None
+        inner = self._taken.inside(arrays, None)
+        for place, value in zip(self._places, inner.objects, strict=True):
+            leaves[place] = value
+        return inner
+
+    def arrays(
+        self, changed: list[int], unchanged: list[int], placement: Placement | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays to donate and those to keep, on the devices of ``placement``."""
+        taken = self._taken
+        if taken is None:
+            return [], []
+        if placement is not None:
+            mirrored = placement.mirrored
+            for number, array in enumerate(taken.arrays):
+                if array.sharding is not mirrored and array.sharding != mirrored:
+                    taken.write({number: placement.mirror(array)})
+        donated = [
+            jax.numpy.copy(taken.arrays[number])
+            if taken.is_shared(number)
+            else taken.arrays[number]
+            for number in changed
+        ]
+        return donated, [taken.arrays[number] for number in unchanged]
+
+    def write(self, numbers: list[int], arrays: list[Any]) -> None:
+        """Writes new arrays on the caller's objects."""
+        if self._taken is not None:
+            self._taken.write(dict(zip(numbers, arrays, strict=True)))
+
+    def watch_captures(self, captures: list[Any]) -> None:
+        """Notes what the function captured, for ``refuse_captures``."""
+        self._watched = [value for value in captures if is_object(value)] if _in_use() else []
+
+    def refuse_captures(self, constants: list[Any]) -> None:
+        """Refuses a trace that froze an array of an object its function captured."""
+        frozen = set(map(id, constants))
+        for value in self._watched:
+            if any(id(array) in frozen for array in take([value]).arrays):
+                raise captured(type(value).__name__)
 
 
 def map_arguments(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -140,7 +201,12 @@ def take(objects: Sequence[Any]) -> Taken:
 
 
 def run_with_objects(
-    run: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    compiled: bool,
 ) -> Any:
     """Runs a replica function whose arguments may hold objects.
 
@@ -152,12 +218,14 @@ def run_with_objects(
     if not places:
         return run(function, args, kwargs)
     taken = take([leaves[index] for index in places])
+    if compiled and not all(map(_compat.is_traced, taken.arrays)):
+        raise captured(type(leaves[places[0]]).__name__)
     for index in places:
         leaves[index] = None
 
     @functools.wraps(function)
     def with_arrays(arrays: list[Any], leaves: list[Any]) -> Any:
-        replica = _context.current().replica
+        replica = get_replica_context()
         assert replica is not None
         inner = taken.inside(arrays, replica)
         filled = list(leaves)
@@ -169,3 +237,13 @@ def run_with_objects(
     result, written = run(with_arrays, (taken.arrays, leaves), {})
     taken.write(written)
     return result
+
+
+def captured(kind: str) -> ContextError:
+    """The error for an object that a program would freeze."""
+    return ContextError(
+        fact=f"an object of class {kind} was captured by a compiled function, which would freeze "
+        "its values.",
+        expected="objects passed as arguments of the compiled function and of strategy.run.",
+        hint="write step(model, batch) and strategy.run(fn, args=(model, batch)).",
+    )

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mirrored import _context
+from mirrored import _context, _replica
 from mirrored._errors import ArgumentError, OwnershipError
 from mirrored._finite import finite_flags, raise_if_not_finite
 from mirrored._gradients import reduce_gradients
 from mirrored._placement import Placement, default_placement
 from mirrored._sparse import IndexedSlices, all_reduce_slices
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
 
 
@@ -216,7 +216,7 @@ class Optimizer:
         )
 
     def _reduced(
-        self, gradients: list[Any], variables: list[Variable], replica: _context.ReplicaContext
+        self, gradients: list[Any], variables: list[Variable], replica: _replica.ReplicaContext
     ) -> list[Any]:
         communicator = replica.communicator
         reduced = list(gradients)
@@ -256,7 +256,7 @@ class Optimizer:
             self._update_eagerly(gradients, variables)
             return
         values = [variable.read(lend=False) for variable in variables]
-        state = jax.tree.map(lambda variable: variable.read(lend=False), self._state)
+        state = jax.tree.map(_read, self._state, is_leaf=is_object_leaf)
         new_values, new_state, flags = self._step(gradients, values, state)
         self._store(variables, new_values, new_state)
         if flags is not None:
@@ -264,7 +264,7 @@ class Optimizer:
 
     def _update_eagerly(self, gradients: list[Any], variables: list[Variable]) -> None:
         values = [variable.read(lend=False) for variable in variables]
-        state = jax.tree.map(lambda variable: variable.read(lend=False), self._state)
+        state = jax.tree.map(_read, self._state, is_leaf=is_object_leaf)
         step = self._compiled_step()
         new_values, new_state, flags = step(gradients, values, state)
         self._store(variables, new_values, new_state)
@@ -298,8 +298,12 @@ class Optimizer:
     def _store(self, variables: list[Variable], new_values: Any, new_state: Any) -> None:
         for variable, value in zip(variables, new_values, strict=True):
             variable.assign(value)
-        jax.tree.map(lambda variable, value: variable.assign(value), self._state, new_state)
+        jax.tree.map(Variable.assign, self._state, new_state, is_leaf=is_object_leaf)
 
     def _check(self, variables: list[Variable]) -> Callable[[Any], None]:
         names = [f"the gradient of variable {variable.name!r}" for variable in variables]
         return raise_if_not_finite(names, f"optimizer {self.name!r}")
+
+
+def _read(variable: Variable) -> Any:
+    return variable.read(lend=False)

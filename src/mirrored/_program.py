@@ -8,6 +8,7 @@ of replicas.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from mirrored import _compat, _context, _objects
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
+from mirrored._values import is_object_leaf
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -42,7 +44,7 @@ def is_array_like(leaf: Any) -> bool:
 def _signature(leaf: Any) -> Any:
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
-        return (leaf.shape, leaf.dtype, leaf.weak_type)
+        return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype != object:
         return (leaf.shape, _canonical(leaf.dtype), False)
     if isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool):
@@ -67,55 +69,141 @@ def _shown(signature: Any) -> str:
     return "another object"
 
 
-@final
-class Objects:
-    """The stateful objects among the arguments of one call."""
+@dataclasses.dataclass
+class _Outline:
+    """What a trace learned besides its equations."""
 
-    def __init__(self, leaves: list[Any], places: list[int]) -> None:
-        self.places = places
-        self._taken = None
-        if places:
-            self._taken = _objects.take([leaves[index] for index in places])
-            for index in places:
-                leaves[index] = None
-        self.signature = self._taken.signature if self._taken else None
+    out_treedef: Any
+    # Python values that come out as they are; None in the places of arrays.
+    constants: list[Any]
+    result_places: list[int]
+    written: list[Variable]
+    read_only: list[Variable]
+    checks: list[Callable[[Any], None]]
+    # Arrays of stateful objects among the arguments, by number: replaced, or only read.
+    changed: list[int]
+    unchanged: list[int]
+    placement: Placement | None
 
-    def shapes(self) -> list[Any]:
-        """What to trace with in place of the objects' arrays."""
-        arrays = self._taken.arrays if self._taken else []
-        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
-    def inside(self, arrays: list[Any]) -> _objects.Inner | None:
-        """Makes the objects anew in the running trace."""
-        return self._taken.inside(arrays, None) if self._taken else None
+def _trace(
+    function: Callable[..., Any],
+    treedef: Any,
+    leaves: list[Any],
+    places: list[int],
+    objects: _objects.Held,
+) -> tuple[Any, list[Variable], _Outline]:
+    """Traces ``function`` with every living variable as a possible input."""
+    variables = live_variables(None)
+    outlines: list[_Outline] = []
 
-    def arrays(
-        self, changed: list[int], unchanged: list[int], placement: Placement | None
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns the arrays to donate and those to keep, on the devices of ``placement``."""
-        taken = self._taken
-        if taken is None:
-            return [], []
-        if placement is not None:
-            elsewhere = {
-                number: placement.mirror(array)
-                for number, array in enumerate(taken.arrays)
-                if array.sharding is not placement.mirrored
-                and array.sharding != placement.mirrored
-            }
-            if elsewhere:
-                taken.write(elsewhere)
-        arrays = taken.arrays
-        donated = [
-            jnp.copy(arrays[number]) if taken.is_shared(number) else arrays[number]
-            for number in changed
+    def staged(stored: list[Any], dynamic: list[Any], held: list[Any]) -> Any:
+        slots = {
+            variable: _context.Slot(jax.new_ref(array))
+            for variable, array in zip(variables, stored, strict=True)
+        }
+        frame = _context.Frame(slots, None)
+        filled = list(leaves)
+        for place, value in zip(places, dynamic, strict=True):
+            filled[place] = value
+        inner = objects.fill(filled, held)
+        args, kwargs = treedef.unflatten(filled)
+        with _context.entered(frame=frame):
+            result = function(*args, **kwargs)
+        outputs, out_treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+        # Python numbers that come out are constants of the program.
+        result_places = [
+            place
+            for place, leaf in enumerate(outputs)
+            if is_array_like(leaf) and not isinstance(leaf, _TRACED_NUMBERS)
         ]
-        return donated, [arrays[number] for number in unchanged]
+        constants = [None if place in result_places else leaf for place, leaf in enumerate(outputs)]
+        written = [variable for variable, slot in slots.items() if slot.written]
+        read_only = [v for v, slot in slots.items() if slot.read and not slot.written]
+        changed = inner.changed() if inner else {}
+        outlines.append(
+            _Outline(
+                out_treedef,
+                constants,
+                result_places,
+                written,
+                read_only,
+                [check for _, check in frame.checks],
+                sorted(changed),
+                [number for number in range(len(held)) if number not in changed],
+                frame.placement or _common_placement([*written, *read_only]),
+            )
+        )
+        final_values = [slots[variable].ref[...] for variable in written]
+        results = [outputs[place] for place in result_places]
+        replaced = [changed[number] for number in sorted(changed)]
+        return final_values, results, [flag for flag, _ in frame.checks], replaced
 
-    def write(self, numbers: list[int], arrays: list[Any]) -> None:
-        """Writes new arrays on the caller's objects."""
-        if self._taken is not None:
-            self._taken.write(dict(zip(numbers, arrays, strict=True)))
+    stored = [
+        jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
+        for variable in variables
+    ]
+    dynamic = [leaves[place] for place in places]
+    jaxpr = jax.make_jaxpr(staged)(stored, dynamic, objects.shapes())
+    objects.refuse_captures(jaxpr.consts)
+    return jaxpr, variables, outlines[0]
+
+
+def _common_placement(variables: list[Variable]) -> Placement | None:
+    placements = {id(variable.placement): variable for variable in variables}
+    if len(placements) > 1:
+        first, second, *_ = placements.values()
+        raise OwnershipError(
+            fact=f"one compiled function uses variable {first.name!r} of "
+            f"{first.placement.describe()} and variable {second.name!r} of "
+            f"{second.placement.describe()}.",
+            expected="variables of one strategy in one compiled function.",
+            hint=f"create both in the same scope ({first.created_at}, {second.created_at}).",
+        )
+    for variable in placements.values():
+        return variable.placement
+    return None
+
+
+def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
+    """Makes the jitted program: (written, read, arguments) -> (new values, results, flags)."""
+    evaluate = jaxpr_as_fun(jaxpr)
+    written = {variable: index for index, variable in enumerate(outline.written)}
+    read_only = {variable: index for index, variable in enumerate(outline.read_only)}
+    written_count, result_count = len(outline.written), len(outline.result_places)
+    # Variables the code never touched are inputs of the trace only; the program gets
+    # zeros in their place, which XLA removes, and keeps no reference to them.
+    sources = [
+        ("written", written[variable])
+        if variable in written
+        else ("read", read_only[variable])
+        if variable in read_only
+        else ("zeros", (variable.storage.shape, variable.storage.dtype))
+        for variable in variables
+    ]
+
+    def program(donated: Any, kept: Any, dynamic: list[Any]) -> Any:
+        (donated, replaced), (kept, read) = donated, kept
+        numbers = [*outline.changed, *outline.unchanged]
+        held = dict(zip(numbers, [*replaced, *read], strict=True))
+        stored = [
+            donated[source]
+            if kind == "written"
+            else kept[source]
+            if kind == "read"
+            else jnp.zeros(*source)
+            for kind, source in sources
+        ]
+        flat = evaluate(*stored, *dynamic, *[held[number] for number in range(len(held))])
+        results_end = written_count + result_count
+        flags_end = results_end + len(outline.checks)
+        new_state = (flat[:written_count], flat[flags_end:])
+        return new_state, flat[written_count:results_end], flat[results_end:flags_end]
+
+    shardings = [variable.storage_sharding for variable in outline.written]
+    replaced_sharding = None if outline.placement is None else outline.placement.mirrored
+    out_shardings = ((shardings, replaced_sharding), None, None)
+    return jax.jit(program, donate_argnums=0, out_shardings=out_shardings)
 
 
 @final
@@ -127,139 +215,28 @@ class _Compiled:
         function: Callable[..., Any],
         treedef: Any,
         leaves: list[Any],
-        objects: Objects,
+        objects: _objects.Held,
     ) -> None:
-        self._dynamic = [index for index, leaf in enumerate(leaves) if is_array_like(leaf)]
-        examples = [leaves[index] for index in self._dynamic]
+        self._places = [place for place, leaf in enumerate(leaves) if is_array_like(leaf)]
         while True:
-            variables = live_variables(None)
             try:
-                jaxpr = self._trace(function, treedef, leaves, examples, variables, objects)
+                jaxpr, variables, outline = _trace(
+                    function, treedef, leaves, self._places, objects
+                )
             except _context.RetraceWith as request:
                 request.prepare()
                 continue
             break
-        self._jit(jaxpr, variables)
+        self._outline = outline
+        self._program = _compile(jaxpr, variables, outline)
 
-    def _trace(
-        self,
-        function: Callable[..., Any],
-        treedef: Any,
-        leaves: list[Any],
-        examples: list[Any],
-        variables: list[Variable],
-        objects: Objects,
-    ) -> Any:
-        def staged(stored: list[Any], dynamic: list[Any], held: list[Any]) -> Any:
-            slots = {
-                variable: _context.Slot(jax.new_ref(array))
-                for variable, array in zip(variables, stored, strict=True)
-            }
-            frame = _context.Frame(slots, None)
-            filled = list(leaves)
-            for index, value in zip(self._dynamic, dynamic, strict=True):
-                filled[index] = value
-            inside = objects.inside(held)
-            for index, value in zip(objects.places, inside.objects if inside else (), strict=True):
-                filled[index] = value
-            args, kwargs = treedef.unflatten(filled)
-            with _context.entered(frame=frame):
-                result = function(*args, **kwargs)
-            outputs, self._out_treedef = jax.tree.flatten(result)
-            # Python numbers that come out are constants of the program.
-            is_result = [
-                is_array_like(leaf) and not isinstance(leaf, _TRACED_NUMBERS) for leaf in outputs
-            ]
-            self._constants = [
-                None if result else leaf for leaf, result in zip(outputs, is_result, strict=True)
-            ]
-            self._out_dynamic = [index for index, result in enumerate(is_result) if result]
-            self._written = [v for v, slot in slots.items() if slot.written]
-            self._read_only = [v for v, slot in slots.items() if slot.read and not slot.written]
-            self._checks = [check for _, check in frame.checks]
-            self._placement = frame.placement or self._variables_placement()
-            final_values = [slots[variable].ref[...] for variable in self._written]
-            results = [outputs[index] for index in self._out_dynamic]
-            changed = inside.changed() if inside else {}
-            self._changed = sorted(changed)
-            self._unchanged = [n for n in range(len(held)) if n not in changed]
-            final_held = [changed[number] for number in self._changed]
-            return final_values, results, [flag for flag, _ in frame.checks], final_held
-
-        stored = [
-            jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
-            for variable in variables
-        ]
-        return jax.make_jaxpr(staged)(stored, examples, objects.shapes())
-
-    def _variables_placement(self) -> Placement | None:
-        placements = {id(v.placement): v for v in [*self._written, *self._read_only]}
-        if len(placements) > 1:
-            first, second, *_ = placements.values()
-            raise OwnershipError(
-                fact=f"one compiled function uses variable {first.name!r} of "
-                f"{first.placement.describe()} and variable {second.name!r} of "
-                f"{second.placement.describe()}.",
-                expected="variables of one strategy in one compiled function.",
-                hint=f"create both in the same scope ({first.created_at}, {second.created_at}).",
-            )
-        for variable in placements.values():
-            return variable.placement
-        return None
-
-    def _jit(self, jaxpr: Any, variables: list[Variable]) -> None:
-        evaluate = jaxpr_as_fun(jaxpr)
-        written = {variable: index for index, variable in enumerate(self._written)}
-        read_only = {variable: index for index, variable in enumerate(self._read_only)}
-        # Variables the code never touched are inputs of the trace only; the
-        # compiled program gets a constant in their place, which XLA removes.
-        untouched = {
-            variable: (variable.storage.shape, variable.storage.dtype)
-            for variable in variables
-            if variable not in written and variable not in read_only
-        }
-        order = [
-            (0, written[v]) if v in written else (1, read_only[v]) if v in read_only else (2, v)
-            for v in variables
-        ]
-        result_count = len(self._out_dynamic)
-        written_count = len(self._written)
-
-        check_count = len(self._checks)
-        changed, unchanged = self._changed, self._unchanged
-
-        def program(donated: Any, kept: Any, dynamic: list[Any]) -> Any:
-            donated, donated_held = donated
-            kept, kept_held = kept
-            numbered = dict(zip([*changed, *unchanged], [*donated_held, *kept_held], strict=True))
-            held = [numbered[number] for number in range(len(numbered))]
-            stored = [
-                donated[index] if kind == 0 else kept[index] if kind == 1 else None
-                for kind, index in order
-            ]
-            stored = [
-                jnp.zeros(*untouched[variable]) if value is None else value
-                for value, variable in zip(stored, variables, strict=True)
-            ]
-            flat = iter(evaluate(*stored, *dynamic, *held))
-            new_values = [next(flat) for _ in range(written_count)]
-            results = [next(flat) for _ in range(result_count)]
-            flags = [next(flat) for _ in range(check_count)]
-            return (new_values, list(flat)), results, flags
-
-        shardings = [variable.storage_sharding for variable in self._written]
-        held_sharding = None if self._placement is None else self._placement.mirrored
-        self._program = jax.jit(
-            program, donate_argnums=0, out_shardings=((shardings, held_sharding), None, None)
-        )
-
-    def lower(self, leaves: list[Any], objects: Objects) -> Any:
+    def lower(self, leaves: list[Any], objects: _objects.Held) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
         return self._program.lower(*self._arguments(leaves, objects))
 
-    def _arguments(self, leaves: list[Any], objects: Objects) -> tuple[Any, Any, list[Any]]:
-        dynamic = [leaves[index] for index in self._dynamic]
-        placement = self._placement
+    def _arguments(self, leaves: list[Any], objects: _objects.Held) -> tuple[Any, Any, list[Any]]:
+        dynamic = [leaves[place] for place in self._places]
+        placement = self._outline.placement
         if placement is not None:
             for index, leaf in enumerate(dynamic):
                 if isinstance(leaf, jax.Array) and leaf.committed:
@@ -269,23 +246,25 @@ class _Compiled:
                         and sharding.device_set != placement.device_set
                     ):
                         dynamic[index] = jax.device_put(leaf, placement.mirrored)
-        donated_held, kept_held = objects.arrays(self._changed, self._unchanged, placement)
-        donated = [variable.storage for variable in self._written]
-        kept = [variable.storage for variable in self._read_only]
-        return (donated, donated_held), (kept, kept_held), dynamic
+        outline = self._outline
+        replaced, read = objects.arrays(outline.changed, outline.unchanged, placement)
+        donated = [variable.storage for variable in outline.written]
+        kept = [variable.storage for variable in outline.read_only]
+        return (donated, replaced), (kept, read), dynamic
 
-    def __call__(self, leaves: list[Any], objects: Objects) -> Any:
-        return_lent(self._written)
-        (new_values, new_held), results, flags = self._program(*self._arguments(leaves, objects))
-        objects.write(self._changed, new_held)
-        for variable, array in zip(self._written, new_values, strict=True):
+    def __call__(self, leaves: list[Any], objects: _objects.Held) -> Any:
+        outline = self._outline
+        return_lent(outline.written)
+        (new_values, replaced), results, flags = self._program(*self._arguments(leaves, objects))
+        objects.write(outline.changed, replaced)
+        for variable, array in zip(outline.written, new_values, strict=True):
             variable.storage = array
-        outputs = list(self._constants)
-        for index, result in zip(self._out_dynamic, results, strict=True):
-            outputs[index] = result
-        for check, flag in zip(self._checks, flags, strict=True):
+        outputs = list(outline.constants)
+        for place, result in zip(outline.result_places, results, strict=True):
+            outputs[place] = result
+        for check, flag in zip(outline.checks, flags, strict=True):
             check(np.asarray(flag))
-        return self._out_treedef.unflatten(outputs)
+        return outline.out_treedef.unflatten(outputs)
 
 
 @final
@@ -303,17 +282,15 @@ class Programs:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
-        leaves, treedef, places = _objects.flatten_arguments((args, kwargs))
-        objects = Objects(leaves, places)
+        leaves, treedef, objects = _objects.taken_from((args, kwargs))
         return self._find(leaves, treedef, objects)(leaves, objects)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
-        leaves, treedef, places = _objects.flatten_arguments((args, kwargs))
-        objects = Objects(leaves, places)
+        leaves, treedef, objects = _objects.taken_from((args, kwargs))
         return self._find(leaves, treedef, objects).lower(leaves, objects)
 
-    def _find(self, leaves: list[Any], treedef: Any, objects: Objects) -> _Compiled:
+    def _find(self, leaves: list[Any], treedef: Any, objects: _objects.Held) -> _Compiled:
         strategy = _context.current().strategy
         key = (treedef, tuple(map(_signature, leaves)), id(strategy), objects.signature)
         entry = self._entries.get(key)
@@ -324,6 +301,7 @@ class Programs:
             if reason is None:
                 return compiled
         reason = reason or self._reason(key)
+        objects.watch_captures(Captures(self._watched).objects())
         compiled = _Compiled(self._function, treedef, leaves, objects)
         # The snapshot is taken after the trace: a counter that the function itself
         # advances while it is traced must not look like a change.

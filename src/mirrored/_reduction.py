@@ -30,6 +30,7 @@ from mirrored._values import PerReplica, flatten, map_nest
 
 _AXIS = _compat.REPLICA_AXIS
 
+
 def reduce_nest(placement: Placement, op: ReduceOp, nest: Any, axis: Axes | None) -> Any:
     """Reduces every PerReplica leaf of ``nest`` to one mirrored array.
 
@@ -175,7 +176,9 @@ def _reduce_body(placement: Placement, op: ReduceOp, axes: tuple[Axes | None, ..
             locals_ = [
                 (stacked[0], None if counts is None else counts[0]) for stacked, counts in arrays
             ]
-            return reduce_components(op, locals_, axes, ProgramCommunicator(placement.replica_count))
+            return reduce_components(
+                op, locals_, axes, ProgramCommunicator(placement.replica_count)
+            )
 
     return jax.shard_map(
         body,

@@ -6,29 +6,35 @@ what comes out. Variables travel through the program as arguments and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from mirrored import _compat, _context, _objects
+from mirrored import _compat, _context, _objects, _replica
+from mirrored._arguments import Arguments
 from mirrored._claims import Claim
 from mirrored._collectives import ProgramCommunicator, to_varying
 from mirrored._errors import (
     ContextError,
-    GradientError,
     OwnershipError,
     PaddingError,
     TracingError,
     VariableError,
 )
 from mirrored._placement import Placement
-from mirrored._program import is_array_like
+from mirrored._soundness import (
+    refuse_gradients_of_captures,
+    replica_program,
+    varying_outputs,
+)
 from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
-from mirrored._values import PerReplica, flatten
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable, live_variables
 
 _AXIS = _compat.REPLICA_AXIS
@@ -62,86 +68,42 @@ def run_replicas(
         frame.placement = placement
 
     def replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        arguments = _Arguments(placement, args, kwargs)
+        arguments = Arguments(placement, args, kwargs)
         variables = [] if frame is None else live_variables(placement)
         return _Replicated(strategy, placement, function, arguments, variables, frame).result()
 
-    return _objects.run_with_objects(replicated, function, args, kwargs)
+    return _objects.run_with_objects(replicated, function, args, kwargs, compiled=True)
 
 
-class _Arguments:
-    """The arguments of ``run`` by what becomes of them inside a replica."""
+@dataclasses.dataclass
+class _Outline:
+    """What tracing a replica function learned besides its equations."""
 
-    def __init__(self, placement: Placement, args: Any, kwargs: Any) -> None:
-        leaves, self._treedef = flatten((args, kwargs))
-        self._leaves = leaves
-        self.per_replica: dict[int, PerReplica] = {}
-        self.mirrored: dict[int, Any] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, PerReplica):
-                self.per_replica[index] = leaf.placed(placement)
-            elif is_array_like(leaf) or _compat.is_traced(leaf):
-                self.mirrored[index] = leaf
-
-    def with_one_more_row(self) -> _Arguments:
-        """The same arguments with one more padded row in each batch, for shapes only."""
-        longer = object.__new__(_Arguments)
-        longer._leaves, longer._treedef = self._leaves, self._treedef
-        longer.mirrored = self.mirrored
-        longer.per_replica = {
-            index: _one_row_longer(value) if value.row_counts is not None else value
-            for index, value in self.per_replica.items()
-        }
-        return longer
-
-    def rebuild(self, values: dict[int, Any]) -> tuple[Any, Any]:
-        """Puts this replica's values in place of the leaves."""
-        leaves = list(self._leaves)
-        for index, value in values.items():
-            leaves[index] = value
-        return self._treedef.unflatten(leaves)
-
-    def rows(self, counts: list[Any]) -> _context.RowValidity | None:
-        """Describes the rows of the batches among the arguments, seen from a replica."""
-        batches = [value for value in self.per_replica.values() if value.is_batch]
-        if not batches:
-            return None
-        lengths = {value.stacked.shape[1] for value in batches if value.stacked.ndim > 1}
-        padded = [value.row_counts is not None for value in batches]
-        # All parts of one batch share one array of counts; another array is another batch.
-        sources = {id(value.row_counts) for value in batches if value.row_counts is not None}
-        if any(padded):
-            same = len(lengths) == 1 and all(padded)
-            conflicting = not same or (len(sources) > 1 and not _same_counts(batches))
-            return _context.RowValidity(max(lengths), counts[0], conflicting=conflicting)
-        return _context.RowValidity(lengths.pop(), None) if len(lengths) == 1 else None
+    treedef: Any
+    # What the function returned, leaf by leaf; Python constants stay.
+    leaves: list[Any]
+    # Those of them that are claimed to be the same on all replicas.
+    claims: dict[int, Claim]
+    same: list[int]
+    own: list[int]
+    own_shapes: list[tuple[int, ...]]
+    written: list[Variable]
+    written_own: list[Variable]
+    frame: _context.Frame | None
+    rows: _replica.RowValidity | None
+    structure: Any
 
 
-def _same_counts(batches: list[PerReplica]) -> bool:
-    counts = [value.row_counts for value in batches]
-    if any(_compat.is_traced(count) for count in counts):
-        # In a trace the parts of one batch arrive as separate arguments; their equal
-        # padded length is what can be known of them.
-        return True
-    return all(np.array_equal(counts[0], other) for other in counts[1:])
-
-
-def _one_row_longer(value: PerReplica) -> PerReplica:
-    shape = list(value.stacked.shape)
-    shape[1] += 1
-    stacked = jax.ShapeDtypeStruct(tuple(shape), value.stacked.dtype)
-    return PerReplica.from_stacked(stacked, value.row_counts, is_batch=value.is_batch)
-
-
+@final
 class _Replicated:
-    """One tracing of a replica function."""
+    """One call of ``run``, being traced into the surrounding program."""
 
     def __init__(
         self,
         strategy: Any,
         placement: Placement,
         function: Callable[..., Any],
-        arguments: _Arguments,
+        arguments: Arguments,
         variables: list[Variable],
         frame: _context.Frame | None,
     ) -> None:
@@ -153,33 +115,35 @@ class _Replicated:
         self._outer = frame
 
     def result(self) -> Any:
-        """Traces the program into the surrounding trace and rebuilds the results."""
-        operands = self._operands(self._arguments)
-        program = self._shard_map(self._arguments)
-        jaxpr = jax.make_jaxpr(program)(*operands)
-        _refuse_gradients_of_captures(jaxpr, len(jax.tree.leaves(operands)))
-        structure = self._structure
-        flat = jax.extend.core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
-        (same, stored), (own, components), flags = structure.unflatten(flat)
-        own = self._keep_claims(jaxpr, operands, own, len(same) + len(stored))
-        self._store(stored, components, flags)
-        per_row = self._per_row_outputs(len(own))
-        counts = next(
-            (v.row_counts for v in self._arguments.per_replica.values() if v.is_batch), None
-        )
-        outputs = list(self._constants)
-        for index, value in zip(self._same, same, strict=True):
+        """Traces the replicas and rebuilds their results by type."""
+        operands = self._operands()
+        operand_count = len(jax.tree.leaves(operands))
+        inner, jaxpr, outline = self._traced(operands, frozenset())
+        hidden = self._hidden_differences(inner, outline)
+        if hidden:
+            # Typed as the same on all replicas, but decided by control flow that
+            # differs: trace again with these results marked as varying.
+            inner, jaxpr, outline = self._traced(operands, hidden)
+        refuse_gradients_of_captures(inner, operand_count)
+        flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
+        (same, stored), (own, components), flags = outline.structure.unflatten(flat)
+        own = self._with_claims_kept(inner, operands, outline, own[: len(outline.own)])
+        self._store(outline, stored, components, flags)
+        per_row = self._per_row_outputs(outline)
+        counts = self._arguments.row_counts
+        outputs = list(outline.leaves)
+        for index, value in zip(outline.same, same, strict=True):
             outputs[index] = value
-        for number, (index, value) in enumerate(zip(self._own, own, strict=True)):
+        for number, (index, value) in enumerate(zip(outline.own, own, strict=True)):
             rows = counts if number in per_row else None
-            if index in self._claims:
+            if index in outline.claims:
                 outputs[index] = value
             else:
                 outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
-        return self._out_treedef.unflatten(outputs)
+        return outline.treedef.unflatten(outputs)
 
-    def _operands(self, arguments: _Arguments) -> tuple[Any, ...]:
-        per_replica = list(arguments.per_replica.values())
+    def _operands(self) -> tuple[Any, ...]:
+        per_replica = list(self._arguments.per_replica.values())
         counts = [value.row_counts for value in per_replica if value.row_counts is not None]
         mirrored_state, own_state = [], []
         for variable in self._variables:
@@ -189,12 +153,17 @@ class _Replicated:
         return (
             [value.stacked for value in per_replica],
             [jnp.asarray(count) for count in counts],
-            list(arguments.mirrored.values()),
+            list(self._arguments.mirrored.values()),
             mirrored_state,
             own_state,
         )
 
-    def _shard_map(self, arguments: _Arguments) -> Any:
+    def _traced(self, operands: Any, hidden: frozenset[int]) -> tuple[Any, Any, _Outline]:
+        outlines: list[_Outline] = []
+        jaxpr = jax.make_jaxpr(self._shard_map(outlines, hidden))(*operands)
+        return replica_program(jaxpr), jaxpr, outlines[0]
+
+    def _shard_map(self, outlines: list[_Outline], hidden: frozenset[int]) -> Any:
         def body(
             stacked: list[Any],
             counts: list[Any],
@@ -203,42 +172,54 @@ class _Replicated:
             own_state: list[Any],
         ) -> Any:
             communicator = ProgramCommunicator(self._placement.replica_count)
-            frame = None
-            if self._outer is not None:
-                mirrored_left, own_left = iter(mirrored_state), iter(own_state)
-                frame = _context.Frame(
-                    {
-                        v: _context.Slot(
-                            jax.new_ref(next(own_left)[0] if v.on_read else next(mirrored_left))
-                        )
-                        for v in self._variables
-                    },
-                    self._placement,
-                )
-            values = dict(
-                zip(arguments.per_replica, [array[0] for array in stacked], strict=True)
-            )
+            frame = self._inner_frame(mirrored_state, own_state)
+            arguments = self._arguments
+            values = dict(zip(arguments.per_replica, [array[0] for array in stacked], strict=True))
             for index, array in zip(arguments.mirrored, mirrored, strict=True):
                 values[index] = _enter(array, communicator)
             rows = arguments.rows([count[0] for count in counts])
-            replica = _context.ReplicaContext(self._strategy, communicator, rows)
             args, kwargs = arguments.rebuild(values)
             with _context.entered(
                 strategy=self._strategy,
                 placement=self._placement,
                 frame=frame,
-                replica=replica,
+                replica=_replica.ReplicaContext(self._strategy, communicator, rows),
                 merging=False,
                 differentiated={},
             ):
                 result = _call(self._function, args, kwargs)
-            same, own = self._classify(result)
-            stored, components = self._final_state(frame)
-            self._rows = rows
+            leaves, treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+            claims = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Claim)}
+            leaves = [leaf.value if isinstance(leaf, Claim) else leaf for leaf in leaves]
+            same, own = _by_type(leaves, hidden)
+            varying = [leaves[index] for index in own]
+            # Looked at while tracing only; XLA leaves them out.
+            bases = [claim.basis for claim in claims.values() if claim.basis is not None]
+            written, written_own = _written(frame)
             flags = [] if frame is None else [flag for flag, _ in frame.checks]
-            self._frame = frame
-            outputs = ((same, stored), (own, components), flags)
-            self._structure = jax.tree.structure(outputs)
+            outputs = (
+                ([leaves[index] for index in same], [value for _, value in written]),
+                (
+                    [jnp.expand_dims(to_varying(leaf), 0) for leaf in (*varying, *bases)],
+                    [jnp.expand_dims(value, 0) for _, value in written_own],
+                ),
+                flags,
+            )
+            outlines.append(
+                _Outline(
+                    treedef,
+                    leaves,
+                    claims,
+                    same,
+                    own,
+                    [jnp.shape(leaves[index]) for index in own],
+                    [variable for variable, _ in written],
+                    [variable for variable, _ in written_own],
+                    frame,
+                    rows,
+                    jax.tree.structure(outputs),
+                )
+            )
             return outputs
 
         return jax.shard_map(
@@ -251,85 +232,55 @@ class _Replicated:
             check_vma=True,
         )
 
-    def _classify(self, result: Any) -> tuple[list[Any], list[Any]]:
-        leaves, self._out_treedef = jax.tree.flatten(result)
-        self._constants: list[Any] = list(leaves)
-        self._same: list[int] = []
-        self._own: list[int] = []
-        same, own = [], []
-        self._claims: dict[int, Claim] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Claim):
-                self._claims[index] = leaf
-                leaf = leaf.value
-            if isinstance(leaf, Variable):
-                leaf = leaf.read(lend=False)
-            elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-                continue
-            if _compat.varies_over_replicas(leaf):
-                self._own.append(index)
-                own.append(jnp.expand_dims(leaf, 0))
-            else:
-                self._same.append(index)
-                same.append(leaf)
-        self._own_shapes = [value.shape for value in own]
-        return same, own
+    def _inner_frame(self, mirrored_state: Any, own_state: Any) -> _context.Frame | None:
+        if self._outer is None:
+            return None
+        mirrored_left, own_left = iter(mirrored_state), iter(own_state)
+        slots = {}
+        for variable in self._variables:
+            value = next(own_left)[0] if variable.on_read else next(mirrored_left)
+            slots[variable] = _context.Slot(jax.new_ref(value))
+        return _context.Frame(slots, self._placement)
 
-    def _final_state(self, frame: _context.Frame | None) -> tuple[list[Any], list[Any]]:
-        self._written: list[Variable] = []
-        self._written_own: list[Variable] = []
-        stored, components = [], []
-        for variable, slot in ({} if frame is None else frame.slots).items():
-            if not slot.written:
-                continue
-            if variable.on_read:
-                self._written_own.append(variable)
-                components.append(jnp.expand_dims(slot.ref[...], 0))
-                continue
-            value = slot.ref[...]
-            if _compat.varies_over_replicas(value):
+    def _hidden_differences(self, inner: Any, outline: _Outline) -> frozenset[int]:
+        """Finds results typed as mirrored that are not; refuses such variables."""
+        varying = varying_outputs(inner)
+        for variable, varies in zip(outline.written, varying[len(outline.same) :], strict=False):
+            if varies:
                 raise VariableError(
-                    fact=f"variable {variable.name!r} would differ between replicas.",
-                    expected="a value that is provably the same on all replicas.",
-                    hint='reduce it first with ctx.all_reduce("mean", value).',
+                    fact=f"variable {variable.name!r} would differ between replicas: it was "
+                    "written under control flow (lax.cond, switch or while_loop) that differs "
+                    "between replicas, or with a value that came out of it.",
+                    expected="a value that is the same on all replicas.",
+                    hint='reduce the value first with ctx.all_reduce("mean", value), or select '
+                    "with jnp.where.",
                 )
-            self._written.append(variable)
-            stored.append(value)
-        return stored, components
+        return frozenset(
+            index for index, varies in zip(outline.same, varying, strict=False) if varies
+        )
 
-    def _store(self, stored: list[Any], components: list[Any], flags: list[Any]) -> None:
-        if self._outer is None or self._frame is None:
-            return
-        for variable in self._frame.touched():
-            self._outer.slots[variable].read = True
-        for variable, value in zip(
-            [*self._written, *self._written_own], [*stored, *components], strict=True
-        ):
-            self._outer.slots[variable].written = True
-            self._outer.slots[variable].ref[...] = value
-        for flag, (_, check) in zip(flags, self._frame.checks, strict=True):
-            self._outer.checks.append((flag, check))
-
-    def _keep_claims(
-        self, jaxpr: Any, operands: tuple[Any, ...], own: list[Any], before: int
+    def _with_claims_kept(
+        self, inner: Any, operands: tuple[Any, ...], outline: _Outline, own: list[Any]
     ) -> list[Any]:
         """Checks what is claimed to be the same on all replicas, and makes it one array."""
-        if not self._claims:
+        if not outline.claims:
             return own
-        bits = _dependence(jaxpr, operands)
-        padded = self._rows is not None and self._rows.padded
-        whole = dict(zip(self._own, bits[before : before + len(own)], strict=True))
-        whole.update(zip(self._same, bits, strict=False))
-        for index, claim in self._claims.items():
-            if whole[index] & REPLICA:
+        bits = _dependence(inner, operands)
+        first_own = len(outline.same) + len(outline.written)
+        of = dict(zip(outline.same, bits, strict=False))
+        of.update(zip(outline.own, bits[first_own:], strict=False))
+        for index, claim in outline.claims.items():
+            if of[index] & REPLICA:
                 raise claim.refusal()
-            if padded and claim.counts_rows and not whole[index] & ROWS:
-                raise claim.padding_refusal()
-        claimed = [number for number, index in enumerate(self._own) if index in self._claims]
+        bases = [claim for claim in outline.claims.values() if claim.basis is not None]
+        if outline.rows is not None and outline.rows.padded:
+            for claim, bit in zip(bases, bits[first_own + len(outline.own) :], strict=False):
+                if not bit & ROWS:
+                    raise claim.padding_refusal()
+        claimed = [number for number, index in enumerate(outline.own) if index in outline.claims]
         kept = list(own)
-        for number, value in zip(
-            claimed, self._one_of([own[number] for number in claimed]), strict=True
-        ):
+        whole = self._one_of([own[number] for number in claimed])
+        for number, value in zip(claimed, whole, strict=True):
             kept[number] = value
         return kept
 
@@ -345,17 +296,47 @@ class _Replicated:
             check_vma=False,
         )(stacked)
 
-    def _per_row_outputs(self, own_count: int) -> set[int]:
+    def _store(self, outline: _Outline, stored: Any, components: Any, flags: Any) -> None:
+        if self._outer is None or outline.frame is None:
+            return
+        for variable in outline.frame.touched():
+            self._outer.slots[variable].read = True
+        written = [*outline.written, *outline.written_own]
+        for variable, value in zip(written, [*stored, *components], strict=True):
+            self._outer.slots[variable].written = True
+            self._outer.slots[variable].ref[...] = value
+        for flag, (_, check) in zip(flags, outline.frame.checks, strict=True):
+            self._outer.checks.append((flag, check))
+        agree = self._arguments.row_counts_agree()
+        if agree is not None and outline.rows is not None and outline.rows.asked:
+            self._outer.checks.append((agree, _require_agreement))
+
+    def _per_row_outputs(self, outline: _Outline) -> set[int]:
         """Finds the outputs whose rows are the rows of a padded batch.
 
         They are those that grow by a row when the batch does.
         """
-        rows = self._rows
+        rows = outline.rows
         if rows is None or not rows.padded:
             return set()
-        before = self._own_shapes
         asked = rows.asked
-        probe = _Replicated(
+        after = self._shapes_with_one_more_row()
+        per_row = {
+            number
+            for number, before in enumerate(outline.own_shapes)
+            if after is not None
+            and outline.own[number] not in outline.claims
+            and len(after) == len(outline.own_shapes)
+            and before
+            and after[number][:1] == (before[0] + 1,)
+        }
+        others = len(outline.same) + len(outline.own) - len(per_row)
+        if not asked and (others or outline.written or outline.written_own):
+            self._refuse_padding(rows)
+        return per_row
+
+    def _shapes_with_one_more_row(self) -> list[tuple[int, ...]] | None:
+        longer = _Replicated(
             self._strategy,
             self._placement,
             self._function,
@@ -363,33 +344,14 @@ class _Replicated:
             self._variables,
             self._outer,
         )
-        after = probe.own_shapes()
-        per_row = {
-            number
-            for number in range(own_count)
-            if self._own[number] not in self._claims
-            and after is not None
-            and len(after) == own_count
-            and len(before[number]) > 1
-            and len(after[number]) == len(before[number])
-            and after[number][1] == before[number][1] + 1
-        }
-        others = len(self._same) + own_count - len(per_row)
-        writes = len(self._written) + len(self._written_own)
-        if not asked and (others or writes):
-            self._refuse_padding(rows)
-        return per_row
-
-    def own_shapes(self) -> list[tuple[int, ...]] | None:
-        """Traces for the shapes of the varying outputs only; None if that fails."""
-        operands = self._operands(self._arguments)
+        outlines: list[_Outline] = []
         try:
-            jax.eval_shape(self._shard_map(self._arguments), *operands)
-        except Exception:  # noqa: BLE001 (any failure: the function fixes its row count)
+            jax.eval_shape(longer._shard_map(outlines, frozenset()), *longer._operands())
+        except Exception:  # noqa: BLE001 (any failure means: the function fixes its row count)
             return None
-        return self._own_shapes
+        return outlines[0].own_shapes
 
-    def _refuse_padding(self, rows: _context.RowValidity) -> None:
+    def _refuse_padding(self, rows: _replica.RowValidity) -> None:
         name = getattr(self._function, "__qualname__", repr(self._function))
         raise PaddingError(
             fact=f"{name} was given a batch that does not split evenly over "
@@ -402,12 +364,8 @@ class _Replicated:
         )
 
 
-def _dependence(jaxpr: Any, operands: tuple[Any, ...]) -> list[int]:
+def _dependence(inner: Any, operands: tuple[Any, ...]) -> list[int]:
     """Finds what the outputs of the replicas' program depend on."""
-    equation = next(
-        equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "shard_map"
-    )
-    inner = equation.params["jaxpr"]
     stacked, counts, mirrored, mirrored_state, own_state = map(len, operands)
     inputs = (
         [REPLICA] * stacked
@@ -415,16 +373,57 @@ def _dependence(jaxpr: Any, operands: tuple[Any, ...]) -> list[int]:
         + [NOTHING] * (mirrored + mirrored_state)
         + [REPLICA] * own_state
     )
-    invars = getattr(inner, "jaxpr", inner).invars
     # Arrays the function closed over come first.
-    return output_dependence(inner, [NOTHING] * (len(invars) - len(inputs)) + inputs)
+    captured = [NOTHING] * (len(inner.invars) - len(inputs))
+    return output_dependence(inner, captured + inputs)
+
+
+def _by_type(leaves: list[Any], hidden: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Sorts the arrays among the results: provably the same on all replicas, or not."""
+    same: list[int] = []
+    own: list[int] = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            continue
+        varies = index in hidden or _compat.varies_over_replicas(leaf)
+        (own if varies else same).append(index)
+    return same, own
+
+
+_Written = list[tuple[Variable, Any]]
+
+
+def _written(frame: _context.Frame | None) -> tuple[_Written, _Written]:
+    """The new values of written variables: mirrored ones, and components of ON_READ ones."""
+    mirrored: _Written = []
+    own: _Written = []
+    for variable, slot in ({} if frame is None else frame.slots).items():
+        if slot.written:
+            (own if variable.on_read else mirrored).append((variable, slot.ref[...]))
+    for variable, value in mirrored:
+        if _compat.varies_over_replicas(value):
+            raise VariableError(
+                fact=f"variable {variable.name!r} would differ between replicas.",
+                expected="a value that is provably the same on all replicas.",
+                hint='reduce it first with ctx.all_reduce("mean", value).',
+            )
+    return mirrored, own
+
+
+def _require_agreement(agree: Any) -> None:
+    if not agree:
+        raise PaddingError(
+            fact="two batches with different numbers of real rows were given to one run.",
+            expected="one batch, or batches whose rows belong together.",
+            hint="run them one after the other, or pass remainder='drop' to distribute_dataset.",
+        )
 
 
 def _enter(array: Any, communicator: ProgramCommunicator) -> Any:
     """The entry cast: what enters belongs to the replica from here on."""
     if _compat.is_typed_key(array):
         # A key that all replicas share would give them all the same dropout mask.
-        return _context.fold_in_replica(array, communicator)
+        return _replica.fold_in_replica(array, communicator)
     return to_varying(array)
 
 
@@ -440,69 +439,6 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             hint="use jax.lax.cond or jnp.where; to look at concrete values, run inside "
             "`with strategy.debug():`.",
         ) from error
-
-
-def _refuse_gradients_of_captures(jaxpr: Any, operand_count: int) -> None:
-    """Refuses a gradient with respect to an array the function closed over.
-
-    Such an array is the same on all replicas by type, so JAX sums its gradient over
-    the replicas by itself; averaged or summed again it is quietly wrong.
-    """
-    for equation in jaxpr.jaxpr.eqns:
-        if equation.primitive.name != "shard_map":
-            continue
-        inner = equation.params["jaxpr"]
-        inner = getattr(inner, "jaxpr", inner)
-        captured = {
-            _shape_of(variable)
-            for variable in inner.invars[: len(inner.invars) - operand_count]
-            if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-        }
-        if not captured:
-            continue
-        summed: dict[Any, int] = {}
-        shared: dict[Any, int] = {}
-        _count_sums(inner, summed, shared, transposed=False)
-        for shape in captured:
-            if summed.get(shape, 0) > shared.get(shape, 0):
-                raise GradientError(
-                    fact="the gradient with respect to an array that the replica function closed "
-                    f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
-                    "sums it over the replicas by itself.",
-                    expected="parameters passed to the replica function as arguments, so that "
-                    "their gradient is this replica's own.",
-                    hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
-                    "mirrored.value_and_grad, which reduces exactly once.",
-                )
-
-
-def _shape_of(variable: Any) -> tuple[Any, Any]:
-    return (variable.aval.shape, variable.aval.dtype)
-
-
-def _count_sums(
-    jaxpr: Any, summed: dict[Any, int], shared: dict[Any, int], *, transposed: bool
-) -> None:
-    """Counts the psums that differentiation inserted, and the collectives that explain them."""
-    for equation in jaxpr.eqns:
-        backward = transposed or "transpose(" in str(equation.source_info.name_stack)
-        name = equation.primitive.name
-        if name.startswith(("psum", "all_reduce", "pmax", "pmin", "all_gather")):
-            # What a collective made is shared by all replicas as well: its gradient is
-            # summed for a good reason.
-            tally = summed if backward else shared
-            for output in equation.outvars:
-                tally[_shape_of(output)] = tally.get(_shape_of(output), 0) + 1
-        for inner in _inner_jaxprs(equation):
-            _count_sums(inner, summed, shared, transposed=backward)
-
-
-def _inner_jaxprs(equation: Any) -> Iterator[Any]:
-    for parameter in equation.params.values():
-        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = getattr(candidate, "jaxpr", candidate)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def refuse_nested(what: str) -> None:

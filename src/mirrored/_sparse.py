@@ -75,6 +75,11 @@ def _as_array(value: Any) -> Any:
     return value if isinstance(value, PerReplica) else jnp.asarray(value)
 
 
+def is_slices(value: Any) -> bool:
+    """Says whether ``value`` is an IndexedSlices; the ``is_leaf`` of nest walks."""
+    return isinstance(value, IndexedSlices)
+
+
 def is_reducible(value: Any) -> bool:
     """Says whether ``value`` is one leaf of a reduction."""
     return isinstance(value, (PerReplica, IndexedSlices))
@@ -85,7 +90,9 @@ def all_reduce_slices(op: ReduceOp, slices: IndexedSlices, communicator: Communi
     _check_op(op)
     values = communicator.gather(slices.values, 0, tiled=True)
     indices = communicator.gather(slices.indices, 0, tiled=True)
-    return IndexedSlices(_scaled(op, values, communicator.replica_count), indices, slices.dense_shape)
+    return IndexedSlices(
+        _scaled(op, values, communicator.replica_count), indices, slices.dense_shape
+    )
 
 
 def reduce_slices(placement: Placement, op: ReduceOp, slices: Any) -> IndexedSlices:

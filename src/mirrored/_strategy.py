@@ -16,7 +16,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from mirrored import _compat, _context, _debug, _objects
+from mirrored import _compat, _context, _debug, _objects, _replica
 from mirrored._captures import fingerprint
 from mirrored._collectives import reduce_components
 from mirrored._data import (
@@ -242,9 +242,7 @@ class Strategy(abc.ABC):
         leaves, structure = flatten(value)
         if not any(isinstance(leaf, PerReplica) for leaf in leaves):
             return (value,)
-        parts = [
-            leaf.components() if isinstance(leaf, PerReplica) else None for leaf in leaves
-        ]
+        parts = [leaf.components() if isinstance(leaf, PerReplica) else None for leaf in leaves]
         count = next(len(part) for part in parts if part is not None)
         return tuple(
             structure.unflatten(
@@ -427,7 +425,7 @@ class _DefaultStrategy(Strategy):
 
 
 _DEFAULT = _DefaultStrategy()
-_context.set_default_strategy(_DEFAULT)
+_replica.set_default_strategy(_DEFAULT)
 
 
 def get_strategy() -> Strategy:
@@ -461,7 +459,7 @@ def _has_slices(leaf: Any) -> bool:
 
 
 def _reduce_merged(
-    op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replica: _context.ReplicaContext
+    op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replica: _replica.ReplicaContext
 ) -> Any:
     """Reduces inside merge_call, where the program's replicas are still in sight."""
 
@@ -480,4 +478,3 @@ def _reduce_merged(
         return reduce_components(op, [(component, None)], [axis], replica.communicator)[0]
 
     return map_nest(reduce_leaf, value)
-

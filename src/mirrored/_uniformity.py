@@ -24,6 +24,8 @@ ROWS = 2
 """the number of real rows of the batch"""
 
 _AXIS = _compat.REPLICA_AXIS
+# JAX's types are not asked about anything else: they do not see through control flow.
+_MAKE_EQUAL = ("psum", "pmax", "pmin", "all_gather_invariant", "all_gather_reduced")
 _CASTS = frozenset({"pvary", "pcast"})
 _REF_READS = frozenset({"get"})
 _REF_WRITES = frozenset({"swap", "addupdate"})
@@ -43,16 +45,9 @@ def output_dependence(jaxpr: Any, inputs: list[int]) -> list[int]:
         bits = [of(atom) for atom in equation.invars]
         results = _through(equation, bits)
         for variable, result in zip(equation.outvars, results, strict=True):
-            known[variable] = _by_type(variable.aval, result)
+            known[variable] = result
         _write_refs(equation, bits, known)
     return [of(atom) for atom in jaxpr.outvars]
-
-
-def _by_type(aval: Any, bits: int) -> int:
-    """What JAX itself knows to be the same on all replicas is so."""
-    if not _compat.is_ref_type(aval) and not _compat.type_varies(aval):
-        return bits & ~REPLICA
-    return bits
 
 
 def _through(equation: Any, bits: list[int]) -> list[int]:
@@ -63,6 +58,10 @@ def _through(equation: Any, bits: list[int]) -> list[int]:
         return _while(params, bits)
     if name == "cond":
         return _cond(params, bits)
+    if name.startswith(_MAKE_EQUAL) and not any(
+        _compat.type_varies_over_replicas(variable.aval) for variable in equation.outvars
+    ):
+        return [_union(bits) & ~REPLICA] * len(equation.outvars)
     called = _called(equation)
     if called is not None:
         return output_dependence(called, bits)
@@ -185,7 +184,9 @@ def _names_axis(parameter: Any) -> bool:
 def _has_source(jaxpr: Any) -> bool:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in jaxpr.eqns:
-        differs = any(_compat.type_varies(variable.aval) for variable in equation.outvars)
+        differs = any(
+            _compat.type_varies_over_replicas(variable.aval) for variable in equation.outvars
+        )
         if differs and _is_source(equation):
             return True
         if any(_has_source(inner) for inner in _inner(equation.params)):

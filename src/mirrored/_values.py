@@ -18,6 +18,15 @@ from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, Traci
 from mirrored._placement import Placement
 
 
+class NestLeaf:
+    """Marks classes whose objects are one leaf of a nest although JAX sees inside them."""
+
+
+def is_object_leaf(value: Any) -> bool:
+    """Says whether a nest walk must hand over ``value`` itself: a Variable, say."""
+    return isinstance(value, NestLeaf)
+
+
 @final
 @jax.tree_util.register_pytree_node_class
 class PerReplica:
@@ -39,7 +48,10 @@ class PerReplica:
     __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
 
     def __init__(self, components: Iterable[Any]) -> None:
-        parts = tuple(components)
+        # Lists become arrays here: to JAX a list is a structure, not a value.
+        parts = tuple(
+            np.asarray(part) if isinstance(part, (list, tuple)) else part for part in components
+        )
         if not parts:
             raise ArgumentError(
                 fact="PerReplica was given no components.",
@@ -165,19 +177,19 @@ class PerReplica:
         return f"PerReplica[{body}]"
 
     def __iter__(self) -> Any:
-        raise _not_a_single_value("iterated over")
+        raise _not_a_single_value(what="iterated over")
 
     def __bool__(self) -> bool:
-        raise _not_a_single_value("used as a condition")
+        raise _not_a_single_value(what="used as a condition")
 
     def __float__(self) -> float:
-        raise _not_a_single_value("turned into a Python number")
+        raise _not_a_single_value(what="turned into a Python number")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _not_a_single_value("turned into an array")
+        raise _not_a_single_value(what="turned into an array")
 
 
-def _not_a_single_value(what: str) -> ArgumentTypeError:
+def _not_a_single_value(*, what: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         fact=f"a PerReplica value was {what}, but it has one component for each replica.",
         expected="one value: the replicas' values reduced or taken apart first.",
@@ -203,28 +215,28 @@ def _pad_rows(parts: Sequence[Any], namespace: Any) -> tuple[list[Any], Any]:
     longest = max(shape[0] for shape in shapes)
     counts = np.array([shape[0] for shape in shapes], np.int32)
     dtype = namespace.result_type(*arrays)
+    # Padding repeats a real row. It is never counted, but it is computed with: of
+    # rows of zeros a logarithm or a division would make NaN, also in gradients.
+    filler = next(array for array in reversed(arrays) if array.shape[0])[-1:]
     padded = [
         namespace.concatenate(
-            [
-                array.astype(dtype),
-                namespace.zeros((longest - array.shape[0], *array.shape[1:]), dtype),
-            ]
+            [array.astype(dtype)] + [filler.astype(dtype)] * (longest - array.shape[0])
         )
         for array in arrays
     ]
     return padded, counts
 
 
-def is_per_replica(value: Any) -> bool:
-    """Says whether ``value`` is a PerReplica; the ``is_leaf`` of every nest walk."""
-    return isinstance(value, PerReplica)
+def is_leaf(value: Any) -> bool:
+    """The ``is_leaf`` of nest walks: PerReplica values and Variables stay whole."""
+    return isinstance(value, (PerReplica, NestLeaf))
 
 
 def flatten(nest: Any) -> tuple[list[Any], Any]:
     """Flattens a nest with PerReplica values and Variables as leaves."""
-    return jax.tree.flatten(nest, is_leaf=is_per_replica)
+    return jax.tree.flatten(nest, is_leaf=is_leaf)
 
 
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
-    return jax.tree.map(function, nest, *rest, is_leaf=is_per_replica)
+    return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)

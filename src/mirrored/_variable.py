@@ -11,7 +11,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -21,10 +21,11 @@ import numpy as np
 from mirrored import _compat, _context
 from mirrored._collectives import from_first_replica, reduce_components
 from mirrored._errors import ArgumentError, ContextError, OwnershipError, VariableError
+from mirrored._operators import ReadsAsArray
 from mirrored._placement import Placement, default_placement
 from mirrored._reduction import reduce_nest
 from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
-from mirrored._values import PerReplica
+from mirrored._values import NestLeaf, PerReplica
 
 _LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _SERIAL = itertools.count()
@@ -39,23 +40,8 @@ _AGGREGATED_READ = {
 }
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: Variable, other: Any) -> Any:
-        right = other.read(lend=False) if isinstance(other, Variable) else other
-        return function(self.read(lend=False), right)
-
-    return method
-
-
-def _reflected(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: Variable, other: Any) -> Any:
-        return function(other, self.read(lend=False))
-
-    return method
-
-
 @final
-class Variable:
+class Variable(NestLeaf, ReadsAsArray):
     """An array that training changes, with one copy on every replica.
 
     Made inside ``strategy.scope()`` it lives on all devices of the strategy and
@@ -83,9 +69,6 @@ class Variable:
     >>> float(total)
     3.0
     """
-
-    __array_priority__ = 1000
-    __array_ufunc__ = None
 
     def __init__(
         self,
@@ -170,10 +153,6 @@ class Variable:
     def read_value(self) -> Any:
         """The same as ``value``, spelled as in TensorFlow."""
         return self.read()
-
-    def numpy(self) -> np.ndarray:
-        """The value as a NumPy array, in a copy."""
-        return np.array(self.read(lend=False))
 
     def read(self, *, lend: bool = True) -> Any:
         """Reads the variable; ``lend=False`` where the array is used up at once."""
@@ -451,68 +430,16 @@ class Variable:
         """The sharding the stored array has."""
         return self.placement.split if self.on_read else self.placement.mirrored
 
-    # --- arithmetic --------------------------------------------------------------
-
-    def __jax_array__(self) -> Any:
-        return self.read()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.read(lend=False)[index]
-
-    def __len__(self) -> int:
-        return len(self.read(lend=False))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read(lend=False))
-
-    def __float__(self) -> float:
-        return float(self.read(lend=False))
-
-    def __int__(self) -> int:
-        return int(self.read(lend=False))
-
-    def __index__(self) -> int:
-        return operator.index(self.read(lend=False))
-
-    def __bool__(self) -> bool:
-        return bool(self.read(lend=False))
-
-    def __neg__(self) -> Any:
-        return -self.read(lend=False)
-
-    def __abs__(self) -> Any:
-        return abs(self.read(lend=False))
-
-    @property
-    def T(self) -> Any:  # noqa: N802 (NumPy's name)
-        """The transposed value."""
-        return self.read(lend=False).T
-
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
-    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
-    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
-    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
-        kind = "" if self.synchronization is VariableSynchronization.AUTO else (
-            f" {self.synchronization.name}"
+        kind = (
+            ""
+            if self.synchronization is VariableSynchronization.AUTO
+            else (f" {self.synchronization.name}")
         )
-        aggregation = "" if self.aggregation is VariableAggregation.NONE else (
-            f" aggregation={self.aggregation.name}"
+        aggregation = (
+            ""
+            if self.aggregation is VariableAggregation.NONE
+            else (f" aggregation={self.aggregation.name}")
         )
         return (
             f"<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{kind}{aggregation} "
@@ -524,6 +451,13 @@ class Variable:
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise _not_copyable(self)
+
+
+# Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and
+# jax.nn.relu(variable) work because they find an array in it.
+jax.tree_util.register_pytree_node(
+    Variable, lambda variable: ((variable.read(),), None), lambda _, children: children[0]
+)
 
 
 def _not_copyable(variable: Variable) -> ArgumentError:

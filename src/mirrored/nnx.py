@@ -10,20 +10,20 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mirrored import _compat, _context, _objects
+from mirrored import _context, _objects
 from mirrored._claims import Claim
 from mirrored._collectives import Communicator
-from mirrored._errors import ArgumentError, ContextError, VariableError
+from mirrored._errors import ArgumentError, ContextError
 from mirrored._gradients import reduce_gradients
+from mirrored._replica import ReplicaContext
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica
 
 _MOST_CACHED = 64
 
@@ -57,7 +57,7 @@ def set_policy(filter: Any, policy: Policy | str) -> None:
 
     By default ``nnx.BatchStat`` is averaged ("mean"), the state of ``nnx.metrics`` is
     added up ("sum"), and everything else must come out the same on all replicas
-    ("agree"). Functions traced before keep the policy they were traced with.
+    ("agree").
 
     Args:
       filter: an NNX filter: a Variable type, ``nnx.PathContains("ema")``, a predicate...
@@ -79,6 +79,7 @@ def set_policy(filter: Any, policy: Policy | str) -> None:
         ) from None
     _POLICIES.append((filter, chosen))
     _cache.clear()
+    _shapes.clear()
 
 
 def _policy_of(path: Any, variable: Any) -> Policy:
@@ -262,7 +263,7 @@ class _TakenObjects(_objects.Taken):
                 arrays[number] = value
         return True
 
-    def inside(self, arrays: list[Any], replica: _context.ReplicaContext | None) -> _objects.Inner:
+    def inside(self, arrays: list[Any], replica: ReplicaContext | None) -> _objects.Inner:
         return _InnerObjects(self, arrays, replica)
 
     def merge(self, arrays: list[Any]) -> tuple[Any, ...]:
@@ -317,7 +318,7 @@ class _InnerObjects(_objects.Inner):
     """NNX objects inside one trace."""
 
     def __init__(
-        self, taken: _TakenObjects, arrays: list[Any], replica: _context.ReplicaContext | None
+        self, taken: _TakenObjects, arrays: list[Any], replica: ReplicaContext | None
     ) -> None:
         self._taken = taken
         self._policies = [
@@ -358,21 +359,26 @@ class _InnerObjects(_objects.Inner):
             "nnx.pop(model, nnx.Intermediate) and return them.",
         )
 
-    def claims(self, replica: _context.ReplicaContext) -> dict[int, Claim]:
+    def claims(self, replica: ReplicaContext) -> dict[int, Claim]:
         changed = self.changed()
         reduced = {**changed, **self._reduced(changed, replica)}
-        return {number: self._claim(number, value) for number, value in reduced.items()}
+        return {
+            number: self._claim(number, value, changed[number]) for number, value in reduced.items()
+        }
 
-    def _reduced(self, changed: dict[int, Any], replica: _context.ReplicaContext) -> dict[int, Any]:
+    def _reduced(self, changed: dict[int, Any], replica: ReplicaContext) -> dict[int, Any]:
         """Reduces what differs by type, all in one collective."""
         communicator = replica.communicator
         own = {
             number: value
             for number, value in changed.items()
-            if self._policies[number] is not Policy.AGREE and communicator.is_own(value)
+            if self._policies[number] is Policy.SUM
+            or (self._policies[number] is not Policy.AGREE and communicator.is_own(value))
         }
+        merged = self._merged_welford(own, communicator)
+        own = {number: value for number, value in own.items() if number not in merged}
         if not own:
-            return {}
+            return merged
         rows = replica.rows
         weight = 1 if rows is None or not rows.padded else rows.real_count()
         parts = []
@@ -386,14 +392,34 @@ class _InnerObjects(_objects.Inner):
             parts.append(value)
         count = jnp.asarray(weight, jnp.float32)
         *totals, total_weight = communicator.sum([*parts, count])
-        results = {}
+        results = merged
         for (number, value), total in zip(own.items(), totals, strict=True):
             if self._policies[number] is Policy.MEAN:
                 total = total / total_weight
             results[number] = total.astype(value.dtype)
         return results
 
-    def _claim(self, number: int, value: Any) -> Claim:
+    def _merged_welford(self, own: dict[int, Any], communicator: Communicator) -> dict[int, Any]:
+        """Merges means and squared deviations, which are no sums."""
+        numbers = {path: number for number, (path, _) in enumerate(self._taken.places)}
+        merged: dict[int, Any] = {}
+        for path, node in nnx.iter_graph(self.objects):
+            if not isinstance(node, nnx.metrics.Welford):
+                continue
+            places = [numbers[(*path, name)] for name in ("count", "mean", "m2")]
+            if self._policies[places[0]] is not Policy.SUM or not set(places) <= set(own):
+                continue
+            count, mean, squares = (own[place] for place in places)
+            # A replica that has seen nothing may hold NaN.
+            mean = jnp.where(count == 0, 0, mean)
+            squares = jnp.where(count == 0, 0, squares)
+            total, weighted = communicator.sum([count, count * mean])
+            whole = weighted / jnp.maximum(total, 1)
+            (deviations,) = communicator.sum([squares + count * (mean - whole) ** 2])
+            merged.update(zip(places, (total, whole, deviations), strict=True))
+        return merged
+
+    def _claim(self, number: int, value: Any, basis: Any) -> Claim:
         path, variable = self._taken.places[number]
         kind = type(variable).__name__ if variable is not None else "array"
         label = f"{kind} {_shown(path)!r} of argument {type(self.objects[path[0]]).__name__}"
@@ -402,7 +428,7 @@ class _InnerObjects(_objects.Inner):
         return Claim(
             value,
             label,
-            counts_rows=True,
+            basis=basis,
             padding_hint="pass the mask mirrored.get_replica_context().example_weights on: "
             "metrics.update(mask=..., ...), batch_norm(x, mask=...); or drop the remainder with "
             "remainder='drop'.",

@@ -1,0 +1,237 @@
+"""Which results of a replica program really are the same on all replicas.
+
+JAX's types say what varies over replicas, but not through control flow: of a
+``lax.cond`` on the replica's number, both branches constant, it says that the
+result does not vary. This module owns following a traced program equation by
+equation, branches and loops included, so that such a value is never stored as a
+mirrored one; and refusing collectives that only some replicas would reach, and
+gradients that JAX has summed behind the user's back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import jax.numpy as jnp
+
+from mirrored import _compat
+from mirrored._errors import ContextError, GradientError
+
+_MAKE_EQUAL = ("psum", "pmax", "pmin", "all_gather_invariant", "all_gather_reduced")
+_OTHER_COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
+_READS_REF = ("get",)
+_WRITES_REF = ("swap", "addupdate")
+
+
+def varying_outputs(jaxpr: Any) -> list[bool]:
+    """Says of each output of a replica program whether it may differ between replicas."""
+    inputs = [_compat.type_varies_over_replicas(variable.aval) for variable in jaxpr.invars]
+    return _Walk(jaxpr, inputs, diverged=False).run()
+
+
+@final
+class _Walk:
+    """One pass over the equations of a (sub)program."""
+
+    def __init__(self, jaxpr: Any, inputs: list[bool], *, diverged: bool) -> None:
+        self._jaxpr = jaxpr
+        self._diverged = diverged
+        self._varies: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def run(self) -> list[bool]:
+        """Follows all equations; returns what the outputs are."""
+        for equation in self._jaxpr.eqns:
+            results = self._equation(equation)
+            for variable, varies in zip(equation.outvars, results, strict=True):
+                typed = _compat.type_varies_over_replicas(variable.aval)
+                self._varies[variable] = varies or typed
+        return [self._of(variable) for variable in self._jaxpr.outvars]
+
+    def final_inputs(self) -> list[bool]:
+        """What the inputs are at the end: a Ref among them may have been written."""
+        return [self._varies[variable] for variable in self._jaxpr.invars]
+
+    def _of(self, atom: Any) -> bool:
+        # Literals have no entry; they are the same everywhere.
+        return self._varies.get(atom, False) if not hasattr(atom, "val") else False
+
+    def _equation(self, equation: Any) -> list[bool]:
+        name = equation.primitive.name
+        inputs = [self._of(atom) for atom in equation.invars]
+        count = len(equation.outvars)
+        if name.startswith(_MAKE_EQUAL) or name.startswith(_OTHER_COLLECTIVES):
+            if self._diverged and _crosses_replicas(equation):
+                raise _unreachable_collective(name)
+            return [not name.startswith(_MAKE_EQUAL)] * count
+        if name == "cond":
+            return self._cond(equation, inputs)
+        if name == "while":
+            return self._while(equation, inputs)
+        if name == "scan":
+            return self._scan(equation, inputs)
+        if name in _WRITES_REF:
+            self._mark(equation.invars[0], any(inputs) or self._diverged)
+            return [any(inputs)] * count
+        called = _called_jaxpr(equation)
+        if called is not None:
+            return self._call(called, equation.invars, inputs, diverged=self._diverged)
+        return [any(inputs)] * count
+
+    def _mark(self, atom: Any, varies: bool) -> None:
+        if varies:
+            self._varies[atom] = True
+
+    def _call(self, jaxpr: Any, atoms: Any, inputs: list[bool], *, diverged: bool) -> list[bool]:
+        walk = _Walk(jaxpr, inputs, diverged=diverged)
+        outputs = walk.run()
+        for atom, varies in zip(atoms, walk.final_inputs(), strict=True):
+            if varies and not hasattr(atom, "val"):
+                self._varies[atom] = True
+        return outputs
+
+    def _cond(self, equation: Any, inputs: list[bool]) -> list[bool]:
+        index, *operands = inputs
+        diverged = self._diverged or index
+        atoms = equation.invars[1:]
+        results = [index] * len(equation.outvars)
+        for branch in equation.params["branches"]:
+            outputs = self._call(branch.jaxpr, atoms, operands, diverged=diverged)
+            results = [old or new for old, new in zip(results, outputs, strict=True)]
+        return results
+
+    def _while(self, equation: Any, inputs: list[bool]) -> list[bool]:
+        params = equation.params
+        test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        atoms = equation.invars
+        while True:
+            carry = inputs[second:]
+            tested = self._call(
+                test, [*atoms[:first], *atoms[second:]], [*inputs[:first], *carry], diverged=False
+            )
+            uneven = tested[0]
+            outputs = self._call(
+                body,
+                atoms[first:],
+                inputs[first:],
+                diverged=self._diverged or uneven,
+            )
+            merged = [old or new or uneven for old, new in zip(carry, outputs, strict=True)]
+            now = [old or self._of(atom) for old, atom in zip(inputs, atoms, strict=True)]
+            now[second:] = [old or new for old, new in zip(now[second:], merged, strict=True)]
+            if now == inputs:
+                return merged
+            inputs = now
+
+    def _scan(self, equation: Any, inputs: list[bool]) -> list[bool]:
+        params = equation.params
+        first = params["num_consts"]
+        second = first + params["num_carry"]
+        while True:
+            outputs = self._call(
+                params["jaxpr"].jaxpr, equation.invars, inputs, diverged=self._diverged
+            )
+            now = [old or self._of(atom) for old, atom in zip(inputs, equation.invars, strict=True)]
+            now[first:second] = [
+                old or new
+                for old, new in zip(now[first:second], outputs[: second - first], strict=True)
+            ]
+            if now == inputs:
+                return outputs
+            inputs = now
+
+
+def _crosses_replicas(equation: Any) -> bool:
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return _compat.REPLICA_AXIS in (axes if isinstance(axes, (tuple, list)) else (axes,))
+
+
+def _unreachable_collective(name: str) -> ContextError:
+    return ContextError(
+        fact=f"a collective ({name}) stands under a condition or in a loop that differs between "
+        "replicas, so only some of them would reach it and wait there for ever.",
+        expected="collectives that every replica reaches.",
+        hint="take the collective out of the jax.lax.cond or while_loop, or decide on a value "
+        'that is the same everywhere (ctx.all_reduce("max", condition)).',
+    )
+
+
+def _called_jaxpr(equation: Any) -> Any:
+    """The program of a plain call (jit, checkpoint, custom_vjp, ...), or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        candidate = equation.params.get(name)
+        inner = getattr(candidate, "jaxpr", candidate)
+        if hasattr(inner, "eqns") and len(inner.invars) == len(equation.invars):
+            return inner
+    return None
+
+
+def replica_program(jaxpr: Any) -> Any:
+    """Finds the program of one replica in the trace of all of them."""
+    for equation in jaxpr.jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            inner = equation.params["jaxpr"]
+            return getattr(inner, "jaxpr", inner)
+    message = "the trace of a run holds no shard_map"
+    raise AssertionError(message)
+
+
+def refuse_gradients_of_captures(inner: Any, operand_count: int) -> None:
+    """Refuses a gradient with respect to an array the function closed over.
+
+    Such an array is the same on all replicas by type, so JAX sums its gradient over
+    the replicas by itself; averaged or summed again it is quietly wrong.
+    """
+    captured = {
+        _shape_of(variable)
+        for variable in inner.invars[: len(inner.invars) - operand_count]
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    }
+    if not captured:
+        return
+    summed: dict[Any, int] = {}
+    shared: dict[Any, int] = {}
+    _count_sums(inner, summed, shared, transposed=False)
+    for shape in captured:
+        if summed.get(shape, 0) > shared.get(shape, 0):
+            raise GradientError(
+                fact="the gradient with respect to an array that the replica function closed "
+                f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
+                "sums it over the replicas by itself.",
+                expected="parameters passed to the replica function as arguments, so that "
+                "their gradient is this replica's own.",
+                hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
+                "mirrored.value_and_grad, which reduces exactly once.",
+            )
+
+
+def _shape_of(variable: Any) -> tuple[Any, Any]:
+    return (variable.aval.shape, variable.aval.dtype)
+
+
+def _count_sums(
+    jaxpr: Any, summed: dict[Any, int], shared: dict[Any, int], *, transposed: bool
+) -> None:
+    """Counts the psums that differentiation inserted, and the collectives that explain them."""
+    for equation in jaxpr.eqns:
+        backward = transposed or "transpose(" in str(equation.source_info.name_stack)
+        name = equation.primitive.name
+        if name.startswith(("psum", "all_reduce", "pmax", "pmin", "all_gather")):
+            # What a collective made is shared by all replicas as well: its gradient is
+            # summed for a good reason.
+            tally = summed if backward else shared
+            for output in equation.outvars:
+                tally[_shape_of(output)] = tally.get(_shape_of(output), 0) + 1
+        for inner in _sub_programs(equation):
+            _count_sums(inner, summed, shared, transposed=backward)
+
+
+def _sub_programs(equation: Any) -> Iterator[Any]:
+    """Yields every program inside an equation's parameters."""
+    for parameter in equation.params.values():
+        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            inner = getattr(candidate, "jaxpr", candidate)
+            if hasattr(inner, "eqns"):
+                yield inner

@@ -1,0 +1,374 @@
+"""Conformance 25 to 36: variables in every context."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_strategy
+
+import mirrored
+from mirrored import PerReplica
+
+RAISES = "raises"
+
+# synchronization, aggregation -> what assign, assign_add, assign_sub of rid + 1,
+# assign_add(1.0), cross-replica assign(4) and assign_add(4) leave of v = 10; a
+# list is one component a replica.
+TABLE = {
+    ("on_write", "none"): (RAISES, RAISES, RAISES, 11, 4, 14),
+    ("on_write", "sum"): (3, 13, 7, 12, 4, 14),
+    ("on_write", "mean"): (1.5, 11.5, 8.5, 11, 4, 14),
+    ("on_write", "only_first_replica"): (1, 11, 9, 11, 4, 14),
+    ("on_read", "none"): ([1, 2], [11, 12], [9, 8], [11, 11], RAISES, RAISES),
+    ("on_read", "sum"): ([1, 2], [11, 12], [9, 8], [11, 11], [2, 2], RAISES),
+    ("on_read", "mean"): ([1, 2], [11, 12], [9, 8], [11, 11], [4, 4], [14, 14]),
+    ("on_read", "only_first_replica"): ([1, 2], [11, 12], [9, 8], [11, 11], [4, 4], [14, 14]),
+}
+CASES = {key: 25 + index for index, key in enumerate(TABLE)}
+ACTIONS = ("assign", "assign_add", "assign_sub", "add_one", "cross_assign", "cross_add")
+AGGREGATED = {
+    "sum": sum,
+    "mean": lambda parts: sum(parts) / 2,
+    "only_first_replica": lambda p: p[0],
+}
+
+
+def table_rows():
+    for (synchronization, aggregation), row in TABLE.items():
+        for action, expected in zip(ACTIONS, row):
+            case = CASES[synchronization, aggregation]
+            yield pytest.param(
+                synchronization, aggregation, action, expected, marks=pytest.mark.conformance(case)
+            )
+
+
+def act(strategy, v, action):
+    def in_replica(change):
+        def replica_function():
+            rank = mirrored.get_replica_context().replica_id_in_sync_group
+            change(rank + 1.0)
+
+        strategy.run(replica_function)
+
+    if action == "add_one":
+        in_replica(lambda _: v.assign_add(1.0))
+    elif action == "cross_assign":
+        v.assign(4.0)
+    elif action == "cross_add":
+        v.assign_add(4.0)
+    else:
+        in_replica(getattr(v, action))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "action", "expected"), list(table_rows())
+)
+def test_the_table(two, synchronization, aggregation, action, expected, compiled):
+    with two.scope():
+        # ON_READ components start at 10 each, whatever the aggregation.
+        start = 20.0 if (synchronization, aggregation) == ("on_read", "sum") else 10.0
+        v = mirrored.Variable(
+            start, name="v", synchronization=synchronization, aggregation=aggregation
+        )
+    call = (
+        mirrored.function(lambda: act(two, v, action)) if compiled else lambda: act(two, v, action)
+    )
+    if expected == RAISES:
+        with pytest.raises(mirrored.VariableError, match=r"(?s)'v'.*hint:"):
+            call()
+        assert [float(c) for c in np.atleast_1d(np.asarray(v.storage))] == [10.0] * v.storage.size
+        return
+    call()
+    if isinstance(expected, list):
+        own = two.run(lambda: v.value)
+        assert [float(part) for part in two.local_results(own)] == expected
+        if aggregation == "none":
+            with pytest.raises(mirrored.VariableError, match="cross-replica"):
+                _ = v.value
+        else:
+            assert float(v) == AGGREGATED[aggregation](expected)
+    else:
+        assert float(v) == expected
+        shards = [float(shard.data) for shard in v.storage.addressable_shards]
+        assert shards == [expected] * 2
+
+
+@pytest.mark.conformance(33)
+def test_total_is_kept_when_the_number_of_replicas_changes():
+    for replicas, start, parts in ((2, 4.0, [2.0, 2.0]), (4, 4.0, [1.0] * 4)):
+        strategy = make_strategy(replicas)
+        with strategy.scope():
+            v = mirrored.Variable(0.0, synchronization="on_read", aggregation="sum")
+            counts = mirrored.Variable(0, synchronization="on_read", aggregation="sum")
+        v.assign(start)
+        counts.assign(5)
+        own = strategy.run(lambda v=v: v.value)
+        assert [float(part) for part in strategy.local_results(own)] == parts
+        assert int(counts) == 5
+
+
+@pytest.mark.conformance(34)
+def test_assigning_a_per_replica_value_from_outside_raises(two):
+    with two.scope():
+        v = mirrored.Variable(1.0, name="v")
+    with pytest.raises(mirrored.VariableError, match="PerReplica"):
+        v.assign(PerReplica([1.0, 2.0]))
+
+
+@pytest.mark.conformance(35)
+def test_variable_of_another_strategy(two):
+    other = make_strategy(4)
+    with two.scope():
+        v = mirrored.Variable(1.0, name="mine")
+    outside = mirrored.Variable(1.0, name="outside")
+    with pytest.raises(mirrored.OwnershipError, match=r"'mine'.*2 devices.*4 devices"):
+        other.run(lambda: v.assign_add(1.0))
+    with pytest.raises(mirrored.OwnershipError, match=r"(?s)'outside'.*test_variable\.py:\d+"):
+        two.run(lambda: outside.value + 1)
+
+
+@pytest.mark.conformance(36)
+def test_creation(strategy):
+    with strategy.scope():
+        v = mirrored.Variable(jax.random.normal(jax.random.key(0), (3,)))
+        callable_value = mirrored.Variable(lambda: jnp.ones(2), dtype=jnp.bfloat16)
+        with pytest.raises(mirrored.VariableError, match="MEAN"):
+            mirrored.Variable(1, aggregation="mean")
+    shards = {tuple(np.asarray(shard.data).tolist()) for shard in v.storage.addressable_shards}
+    assert len(shards) == 1
+    assert len(v.storage.sharding.device_set) == strategy.num_replicas_in_sync
+    assert callable_value.dtype == jnp.bfloat16
+    with pytest.raises(RuntimeError, match="created inside a replica function"):
+        strategy.run(lambda: mirrored.Variable(1.0))
+    with pytest.raises(RuntimeError, match="traces"):
+        jax.jit(lambda: mirrored.Variable(1.0))()
+
+
+def test_arithmetic_and_conversion(two):
+    with two.scope():
+        v = mirrored.Variable([1.0, 2.0], name="v")
+        w = mirrored.Variable([3.0, 4.0])
+    assert (v + w).tolist() == [4.0, 6.0]
+    assert (1 - v).tolist() == [0.0, -1.0]
+    assert (np.array([1.0, 1.0], "f") @ v).item() == 3.0
+    assert (v @ w).item() == 11.0
+    assert (-v).tolist() == [-1.0, -2.0]
+    assert (v == w).tolist() == [False, False]
+    assert (2**v).tolist() == [2.0, 4.0]
+    assert jnp.sum(v).item() == 3.0
+    assert np.asarray(v).tolist() == [1.0, 2.0]
+    assert v[0].item() == 1.0
+    assert len({v: 1, w: 2}) == 2
+    assert "v" in repr(v)
+
+
+def test_shapes_and_dtypes_are_checked(two):
+    with two.scope():
+        v = mirrored.Variable([1.0, 2.0], name="v")
+        n = mirrored.Variable(3, name="n")
+    with pytest.raises(mirrored.VariableError, match=r"\(2,\).*\(3,\)"):
+        v.assign([1.0, 2.0, 3.0])
+    with pytest.raises(mirrored.VariableError, match="shape"):
+        v.assign(1.0)
+    with pytest.raises(mirrored.VariableError, match="int32"):
+        n.assign(1.5)
+    v.assign_add(1.0)
+    assert v.numpy().tolist() == [2.0, 3.0]
+    v.assign(np.array([1.0, 2.0], "float64"))
+    assert v.dtype == v.storage.dtype == jnp.float32
+
+
+def test_a_value_read_before_a_step_stays_readable(two):
+    with two.scope():
+        v = mirrored.Variable(np.ones(4, "f"))
+    before, alias = v.value, jnp.asarray(v)
+
+    @mirrored.function
+    def step():
+        two.run(lambda: v.assign_add(1.0))
+
+    step()
+    step()
+    assert before.tolist() == alias.tolist() == [1.0] * 4
+    assert v.numpy().tolist() == [3.0] * 4
+
+
+def test_buffers_are_donated(two):
+    with two.scope():
+        v = mirrored.Variable(np.ones(4, "f"))
+
+    @mirrored.function
+    def step():
+        two.run(lambda: v.assign_add(1.0))
+
+    step()
+    stored = v.storage
+    step()
+    assert stored.is_deleted()
+
+
+def test_writes_inside_control_flow(two):
+    with two.scope():
+        total = mirrored.Variable(0.0, aggregation="sum")
+        parts = mirrored.Variable(0.0, synchronization="on_read", aggregation="sum")
+        steps = mirrored.Variable(0)
+
+    def replica_function(x):
+        def body(carry, row):
+            total.assign_add(row)
+            parts.assign_add(row)
+            steps.assign_add(1)
+            return carry, None
+
+        jax.lax.scan(body, 0, x)
+        jax.lax.cond(steps.value.max() > -1, lambda: None, lambda: None)
+        jax.lax.fori_loop(0, 3, lambda i, c: [steps.assign_add(1), c][1], 0)
+
+    @mirrored.function
+    def step(x):
+        def outer(carry, _):
+            two.run(replica_function, (x,))
+            steps.assign_add(10)
+            return carry, None
+
+        jax.lax.scan(outer, 0, None, length=2)
+
+    step(PerReplica([[1.0, 2.0], [3.0, 4.0]]))
+    assert float(total) == 20.0
+    assert float(parts) == 20.0
+    assert int(steps) == 2 * (2 + 3 + 10)
+
+
+def test_merge_call_reads_the_stored_value(two):
+    with two.scope():
+        w = mirrored.Variable(2.0, name="w")
+        ema = mirrored.Variable(0.0, name="ema")
+
+    def straight():
+        ema.assign(0.5 * ema + 0.5 * w)
+
+    with pytest.raises(mirrored.VariableError, match="merge_call"):
+        two.run(straight)
+
+    def merged():
+        context = mirrored.get_replica_context()
+        context.merge_call(lambda strategy: ema.assign(0.5 * ema + 0.5 * w))
+
+    two.run(merged)
+    assert float(ema) == 1.0
+    with two.debug():
+        two.run(merged)
+    assert float(ema) == 1.5
+
+
+def test_variables_in_plain_jit_are_refused(two):
+    with two.scope():
+        v = mirrored.Variable(1.0, name="v")
+    with pytest.raises(RuntimeError, match=r"mirrored\.function"):
+        jax.jit(lambda: v + 1)()
+    with pytest.raises(RuntimeError, match=r"mirrored\.function"):
+        jax.jit(lambda: v.assign(2.0))()
+
+
+def test_function_retraces_only_when_it_must(two):
+    with two.scope():
+        v = mirrored.Variable(0.0)
+    traces = []
+
+    @mirrored.function
+    def step(x, scale=1.0, *, flag=True):
+        traces.append(1)
+        v.assign_add(x.sum() * scale)
+        return flag
+
+    step(np.ones(3, "f"))
+    step(jnp.ones(3))
+    step(np.ones(3))
+    assert len(traces) == 1
+    assert step(np.ones(3, "f"), 2.0) is True
+    assert step(np.ones(3, "f"), 3.0) is True
+    assert len(traces) == 2
+    assert step(np.ones(3, "f"), 3.0, flag=False) is False
+    step(np.ones(4, "f"))
+    assert len(traces) == step.trace_count == 4
+    assert "float32[3]" in step.retrace_reasons[-1] or "structure" in step.retrace_reasons[-1]
+    assert float(v) == 9.0 + 6.0 + 9.0 + 9.0 + 4.0
+
+
+def test_rebinding_a_captured_variable_retraces(two):
+    with two.scope():
+        v = mirrored.Variable(0.0)
+
+    def add():
+        v.assign_add(1.0)
+
+    @mirrored.function
+    def step():
+        two.run(add)
+
+    step()
+    first = v
+    with two.scope():
+        v = mirrored.Variable(10.0)
+    step()
+    assert float(first) == 1.0
+    assert float(v) == 11.0
+    assert "'v' was rebound" in step.retrace_reasons[-1]
+
+
+def test_function_on_methods_and_nested(two):
+    class Counter:
+        def __init__(self):
+            with two.scope():
+                self.v = mirrored.Variable(0)
+
+        @mirrored.function
+        def add(self, n):
+            self.v.assign_add(n)
+            return self.v.value
+
+    one, other = Counter(), Counter()
+    assert int(one.add(2)) == 2
+    assert int(one.add(3)) == 5
+    assert int(other.add(7)) == 7
+
+    @mirrored.function
+    def both():
+        one.add(1)
+        return other.add(1)
+
+    assert int(both()) == 8
+    assert int(one.v) == 6
+
+
+def test_two_strategies_in_one_function_are_refused(two):
+    other = make_strategy(4)
+    with two.scope():
+        v = mirrored.Variable(1.0, name="v")
+    with other.scope():
+        w = mirrored.Variable(1.0, name="w")
+
+    @mirrored.function
+    def mixed():
+        v.assign_add(1.0)
+        w.assign_add(1.0)
+
+    with pytest.raises(mirrored.OwnershipError, match=r"'v'.*'w'|'w'.*'v'"):
+        mixed()
+
+
+def test_an_exception_in_a_step_leaves_variables_alone(two):
+    with two.scope():
+        v = mirrored.Variable(1.0)
+
+    @mirrored.function
+    def step():
+        v.assign(5.0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        step()
+    assert float(v) == 1.0
