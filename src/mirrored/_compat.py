@@ -46,6 +46,11 @@ def is_differentiated(value: Any) -> bool:
     return type(value).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
+def current_trace() -> Any:
+    """Returns the trace that operations are recorded in now; only to compare by identity."""
+    return _jax_core.trace_ctx.trace
+
+
 def is_typed_key(value: Any) -> bool:
     """Says whether ``value`` is an array of new-style random keys."""
     dtype = getattr(value, "dtype", None)

@@ -27,7 +27,8 @@ def mean(per_example: Any, weights: Any = None) -> Any:
     It divides by the global number of elements (or the global sum of weights), and
     leaves out the padded rows of a batch that did not split evenly, so it is exact
     on every batch. Inside ``strategy.run`` it is a collective, the same on all
-    replicas; the gradient of a loss made with it is the global gradient.
+    replicas (inside a jax.jit, jax.checkpoint or jax.lax.scan there, only its value is,
+    not its type); the gradient of a loss made with it is the global gradient.
 
     Args:
       per_example: values whose first axis is this replica's examples.
@@ -58,6 +59,10 @@ def mean(per_example: Any, weights: Any = None) -> Any:
         # Differentiated by jax.grad itself, whose gradients are averaged over replicas
         # later. As a value that varies, each replica's gradient is that of the sum of
         # all replicas' losses, of which the average is the global gradient.
+        return replica.communicator.own(result)
+    if not _compat.is_differentiated(values) and replica.is_in_inner_trace():
+        # Inside jax.jit, checkpoint or scan nobody can see whether a gradient is taken
+        # outside, and JAX keeps the trace for other callers: the same holds there.
         return replica.communicator.own(result)
     return replica.communicator.agree(result)
 

@@ -42,10 +42,16 @@ class ReplicaContext:
         strategy: Any,
         communicator: Communicator,
         rows: RowValidity | None = None,
+        trace: Any = None,
     ) -> None:
+        self._trace = trace
         self._strategy = strategy
         self._communicator = communicator
         self._rows = rows
+
+    def is_in_inner_trace(self) -> bool:
+        """Says whether code is traced for something inside the replica's own program."""
+        return self._trace is not None and _compat.current_trace() is not self._trace
 
     def adopt(self, strategy: Any) -> None:
         """Sets the strategy of the default context; for the library's own modules."""

@@ -183,7 +183,9 @@ class _Replicated:
                 strategy=self._strategy,
                 placement=self._placement,
                 frame=frame,
-                replica=_replica.ReplicaContext(self._strategy, communicator, rows),
+                replica=_replica.ReplicaContext(
+                    self._strategy, communicator, rows, _compat.current_trace()
+                ),
                 merging=False,
                 differentiated={},
             ):
