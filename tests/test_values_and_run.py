@@ -476,6 +476,19 @@ def test_control_flow_cannot_hide_a_difference(two):
     assert components(two, result) == [1.0, 2.0]
 
 
+def test_a_carry_that_becomes_a_replicas_own_says_how_to_start(two):
+    def scan(start):
+        return two.run(
+            lambda x: jax.lax.scan(lambda c, row: (c + row, None), start(), x)[0],
+            (PerReplica([[1.0, 2.0], [3.0, 4.0]]),),
+        )
+
+    with pytest.raises(mirrored.TracingError, match=r"hint: .*\.own\("):
+        scan(lambda: jnp.zeros(()))
+    result = scan(lambda: mirrored.get_replica_context().own(jnp.zeros(())))
+    assert components(two, result) == [3.0, 7.0]
+
+
 def test_a_collective_only_some_replicas_reach_is_refused(two):
     def replica_function():
         context = mirrored.get_replica_context()

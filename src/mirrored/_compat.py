@@ -69,6 +69,16 @@ def a_program_is_being_staged() -> bool:
     return is_traced(jax.numpy.zeros(()))
 
 
+def keeps_64_bits() -> bool:
+    """Says whether JAX keeps 64-bit types, or narrows them to 32."""
+    return jax.dtypes.canonicalize_dtype("int64").itemsize == 8
+
+
+def is_computed(array: Any) -> bool:
+    """Says whether the value of an array is there, so that reading it does not wait."""
+    return array.is_ready()
+
+
 def make_mesh(devices: Any) -> jax.sharding.Mesh:
     """Builds the one-axis mesh every strategy uses.
 
@@ -81,3 +91,16 @@ def make_mesh(devices: Any) -> jax.sharding.Mesh:
 def backend_has_started() -> bool:
     """Says whether JAX has looked for devices, after which their number is fixed."""
     return _xla_bridge.backends_are_initialized()
+
+
+def scan_operand_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a traced ``lax.scan`` are constants, and how many its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def open_program(program: Any) -> Any:
+    """The equations' holder of a traced (sub)program, which older JAX wraps once more."""
+    return getattr(program, "jaxpr", program)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from mirrored._errors import ArgumentError, ContextError
+from mirrored._late_import import when_imported
 from mirrored._placement import Placement
 
 
@@ -137,7 +139,7 @@ def scope(strategy: Any, placement: Placement) -> Iterator[None]:
 
 
 # Modules above that take part in every scope, by the name of the library they are
-# for: they join only if that library has been imported.
+# for: they join once that library is imported, before the scope or inside it.
 _COMPANIONS: dict[str, str] = {}
 
 
@@ -153,12 +155,18 @@ def add_companion(library: str, module: str) -> None:
 
 @contextlib.contextmanager
 def companions(strategy: Any) -> Iterator[None]:
-    """Enters the scopes of all companions whose library is in use."""
+    """Enters the scopes of all companions whose library is in use, or comes into use."""
     with contextlib.ExitStack() as stack:
+
+        def join(module: str) -> None:
+            companion = importlib.import_module(module)
+            stack.enter_context(companion.companion_scope(strategy))
+
         for library, module in _COMPANIONS.items():
             if library in sys.modules:
-                companion = importlib.import_module(module)
-                stack.enter_context(companion.companion_scope(strategy))
+                join(module)
+            else:
+                stack.enter_context(when_imported(library, functools.partial(join, module)))
         yield
 
 

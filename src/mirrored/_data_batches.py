@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MappingView, Sequence
 from typing import Any, Literal, final
 
 import jax
@@ -64,7 +64,7 @@ class HostBatch:
           name: what messages call it, for example ``batch 3``.
           may_be_empty: whether it may have no rows.
         """
-        leaves, structure = jax.tree.flatten(element, is_leaf=is_leaf)
+        leaves, structure = jax.tree.flatten(element, is_leaf=is_data_leaf)
         if not leaves:
             raise DataError(
                 fact=f"{name} is {element!r}, which holds no array.",
@@ -96,7 +96,7 @@ class BatchPlacer:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         # 64-bit types are kept or narrowed as the thread that asks for batches has it.
-        self._enable_x64 = bool(jax.config.jax_enable_x64)
+        self._enable_x64 = _compat.keeps_64_bits()
         count, local = placement.replica_count, placement.local_replica_ids
         self._all_local = len(local) == count
         self._local_ids = np.array(local)
@@ -215,7 +215,7 @@ def host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     array = leaf if type(leaf) is np.ndarray else _converted(leaf, name)
     dtype = array.dtype
     if dtype.kind not in "biufc" and (
-        dtype.kind in "mOSU" or not jax.dtypes.issubdtype(dtype, np.number)
+        dtype.kind in "mOSU" or not jax.numpy.issubdtype(dtype, np.number)
     ):
         raise DataError(
             fact=f"{name()} is an array of {dtype}.",
@@ -232,6 +232,12 @@ def is_array(value: Any) -> bool:
     )
 
 
+def is_data_leaf(value: Any) -> bool:
+    """The ``is_leaf`` of walks through sources and their elements."""
+    # JAX is about to refuse iterators in nests; here they get an error of their own.
+    return is_leaf(value) or isinstance(value, (Iterator, MappingView))
+
+
 def _converted(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     if isinstance(leaf, (bool, int, float, complex, np.generic)):
         return np.asarray(leaf)
@@ -243,7 +249,9 @@ def _converted(leaf: Any, name: Callable[[], str]) -> np.ndarray:
             hint="leave this part out, encode it as numbers, or register its class with "
             "jax.tree_util.register_dataclass.",
         )
-    if isinstance(leaf, np.ma.MaskedArray) or _compat.is_typed_key(leaf):
+    if isinstance(leaf, np.ma.MaskedArray) or (
+        isinstance(leaf, jax.Array) and _compat.is_typed_key(leaf)
+    ):
         raise DataError(
             fact=f"{name()} is a {type(leaf).__name__} of {leaf.dtype}.",
             expected="plain arrays: a mask would be lost, and random keys belong to a replica.",
@@ -256,7 +264,8 @@ def _converted(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     if not callable(detach):
         return np.asarray(leaf)
     # A torch tensor may take part in autograd or live on another device.
-    tensor: Any = detach().cpu()
+    detached: Any = detach()
+    tensor = detached.cpu()
     try:
         return np.asarray(tensor)
     except TypeError:
@@ -365,7 +374,7 @@ def _sample(leaf: np.ndarray) -> bytes:
 
 
 def _path(element: Any, index: int) -> str:
-    paths = jax.tree_util.tree_flatten_with_path(element, is_leaf=is_leaf)[0]
+    paths = jax.tree_util.tree_flatten_with_path(element, is_leaf=is_data_leaf)[0]
     return "element" + jax.tree_util.keystr(paths[index][0])
 
 

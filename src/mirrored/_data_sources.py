@@ -15,7 +15,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from mirrored._data_batches import BatchPlacer, HostBatch, Remainder, is_array
+from mirrored._data_batches import BatchPlacer, HostBatch, Remainder, is_array, is_data_leaf
 from mirrored._data_elements import NOTHING, Cursor, Elements, Start, is_iterable
 from mirrored._errors import ArgumentError, DataError
 
@@ -255,8 +255,8 @@ def make_source(
             hint='leave it out for "pad".',
         )
     if batch_size is not None:
-        source = np.asarray(source) if isinstance(source, range) else source
         _require_positive(batch_size)
+        source = jax.tree.map(_array_of_numbers, source, is_leaf=_is_numbers_or_leaf)
         _require_arrays(source, batch_size)
         if not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ArgumentError(
@@ -312,7 +312,7 @@ def _require_positive(batch_size: Any) -> None:
 
 
 def _require_arrays(source: Any, batch_size: int) -> None:
-    leaves = jax.tree.leaves(source)
+    leaves = jax.tree.leaves(source, is_leaf=is_data_leaf)
     if leaves and all(is_array(leaf) for leaf in leaves):
         return
     odd = next((leaf for leaf in leaves if not is_array(leaf)), source)
@@ -348,5 +348,25 @@ def _require_last(cursor: Cursor, row_count: int, full: int, number: int) -> Non
     )
 
 
+def _is_numbers(source: Any) -> bool:
+    """Says whether ``source`` is a range or a list of Python numbers, however deep."""
+    if isinstance(source, range):
+        return True
+    number = (bool, int, float, complex, np.generic)
+    return (
+        isinstance(source, list)
+        and bool(source)
+        and all(isinstance(item, number) or _is_numbers(item) for item in source)
+    )
+
+
+def _is_numbers_or_leaf(source: Any) -> bool:
+    return _is_numbers(source) or is_data_leaf(source)
+
+
+def _array_of_numbers(source: Any) -> Any:
+    return np.asarray(source) if _is_numbers(source) else source
+
+
 def _is_one_leaf(source: Any) -> bool:
-    return jax.tree_util.all_leaves([source])
+    return jax.tree_util.all_leaves([source], is_leaf=is_data_leaf)

@@ -118,7 +118,7 @@ def _in_use() -> bool:
 def taken_from(nest: tuple[Any, Any]) -> tuple[list[Any], Any, Held]:
     """Flattens (args, kwargs) for JAX and takes the objects among them apart."""
     if not _in_use():
-        return *jax.tree.flatten(nest, is_leaf=is_object_leaf), Held(None, [])
+        return *jax.tree.flatten(nest, is_leaf=is_object_leaf), NONE
     leaves, structure = jax.tree.flatten(nest, is_leaf=_is_object_of_any_kind)
     places = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
     held = Held(take([leaves[index] for index in places]) if places else None, places)
@@ -186,6 +186,9 @@ class Held:
         for value in self._watched:
             if any(id(array) in frozen for array in take([value]).arrays):
                 raise captured(type(value).__name__)
+
+
+NONE = Held(None, [])
 
 
 def map_arguments(function: Callable[[Any], Any], nest: Any) -> Any:

@@ -242,8 +242,8 @@ class Optimizer:
             shape = getattr(gradient, "dense_shape", None) or jnp.shape(gradient)
             if tuple(shape) != variable.shape:
                 raise ArgumentError(
-                    fact=f"the gradient of variable {variable.name!r} has shape {tuple(shape)}, the "
-                    f"variable {variable.shape}.",
+                    fact=f"the gradient of variable {variable.name!r} has shape {tuple(shape)}, "
+                    f"the variable {variable.shape}.",
                     expected="equal shapes.",
                     hint="check that gradients and variables are zipped in the same order.",
                 )

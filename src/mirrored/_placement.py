@@ -17,12 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mirrored import _compat
 from mirrored._errors import DeviceError
 
+# A jax.Device; type checkers see that name as a variable, not as a type.
+Device = Any
+
 
 @final
 class Placement:
     """The devices of a strategy as a mesh with one axis, ``replica``."""
 
-    def __init__(self, devices: Sequence[jax.Device], owner_name: str) -> None:
+    def __init__(self, devices: Sequence[Device], owner_name: str) -> None:
         self.devices = tuple(devices)
         self.owner_name = owner_name
         self.mesh = _compat.make_mesh(np.array(self.devices, dtype=object))
@@ -67,15 +70,16 @@ class Placement:
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"{self.describe()} belongs to this process and cannot be pickled")
+        message = f"{self.describe()} belongs to this process and cannot be pickled"
+        raise TypeError(message)
 
 
-def device_name(device: jax.Device) -> str:
+def device_name(device: Device) -> str:
     """Writes a device the way users name it: ``cpu:1``, ``gpu:0``."""
     return f"{device.platform}:{device.id}"
 
 
-def accelerators_or_cpus() -> list[jax.Device]:
+def accelerators_or_cpus() -> list[Device]:
     """Lists this process's accelerators, or its CPU devices where there are none."""
     return jax.local_devices()
 
@@ -86,7 +90,7 @@ def default_placement() -> Placement:
     return Placement(jax.local_devices()[:1], "the default strategy")
 
 
-def resolve_devices(devices: Sequence[Any] | None) -> list[jax.Device]:
+def resolve_devices(devices: Sequence[Any] | None) -> list[Device]:
     """Turns device strings and jax devices into a checked list of jax devices."""
     if devices is None:
         return accelerators_or_cpus()
@@ -115,8 +119,8 @@ def resolve_devices(devices: Sequence[Any] | None) -> list[jax.Device]:
     return resolved
 
 
-def _check_unique(resolved: list[jax.Device]) -> None:
-    seen: set[jax.Device] = set()
+def _check_unique(resolved: list[Device]) -> None:
+    seen: set[Device] = set()
     for device in resolved:
         if device in seen:
             raise DeviceError(
@@ -128,7 +132,7 @@ def _check_unique(resolved: list[jax.Device]) -> None:
         seen.add(device)
 
 
-def _resolve_device(device: Any) -> jax.Device:
+def _resolve_device(device: Any) -> Device:
     if isinstance(device, jax.Device):
         return device
     if not isinstance(device, str):
@@ -157,7 +161,7 @@ def _resolve_device(device: Any) -> jax.Device:
     )
 
 
-def _devices_of(platform: str) -> list[jax.Device]:
+def _devices_of(platform: str) -> list[Device]:
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError:

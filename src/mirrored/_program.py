@@ -23,7 +23,7 @@ from mirrored import _compat, _context, _objects
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
-from mirrored._values import is_object_leaf
+from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -173,7 +173,7 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
     written_count, result_count = len(outline.written), len(outline.result_places)
     # Variables the code never touched are inputs of the trace only; the program gets
     # zeros in their place, which XLA removes, and keeps no reference to them.
-    sources = [
+    sources: list[tuple[str, Any]] = [
         ("written", written[variable])
         if variable in written
         else ("read", read_only[variable])
@@ -239,13 +239,11 @@ class _Compiled:
         placement = self._outline.placement
         if placement is not None:
             for index, leaf in enumerate(dynamic):
-                if isinstance(leaf, jax.Array) and leaf.committed:
-                    sharding = leaf.sharding
-                    if (
-                        getattr(sharding, "mesh", None) is not placement.mesh
-                        and sharding.device_set != placement.device_set
-                    ):
-                        dynamic[index] = jax.device_put(leaf, placement.mirrored)
+                sharding = getattr(leaf, "sharding", None)
+                if sharding is None or sharding is placement.split:
+                    continue
+                if leaf.committed and sharding.device_set != placement.device_set:
+                    dynamic[index] = jax.device_put(leaf, placement.mirrored)
         outline = self._outline
         replaced, read = objects.arrays(outline.changed, outline.unchanged, placement)
         donated = [variable.storage for variable in outline.written]
@@ -268,6 +266,60 @@ class _Compiled:
 
 
 @final
+class _Recent:
+    """The latest call, remembered so that the next like it is found without a search.
+
+    For calls whose arguments are arrays and unpadded PerReplica values, as in a
+    training loop: looking at shapes is all the Python that is left to do then.
+    """
+
+    def __init__(
+        self,
+        expected: list[tuple[type, Any, Any, bool]],
+        strategy: Any,
+        compiled: _Compiled,
+        captures: Captures,
+    ) -> None:
+        self._expected = expected
+        self._strategy = strategy
+        self.compiled = compiled
+        self.captures = captures
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], compiled: _Compiled, captures: Captures) -> _Recent | None:
+        """Remembers a call, or returns None if it is not of the simple kind."""
+        expected = []
+        for arg in args:
+            kind = type(arg)
+            if kind is PerReplica and arg.stacked is not None and arg.row_counts is None:
+                array = arg.stacked
+            elif isinstance(arg, jax.Array) and not _compat.is_traced(arg):
+                array = arg
+            else:
+                return None
+            expected.append((kind, array.shape, array.dtype, getattr(arg, "is_batch", False)))
+        return cls(expected, _context.current().strategy, compiled, captures)
+
+    def arrays_of(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """Returns the arrays among ``args`` if they are like those remembered."""
+        if len(args) != len(self._expected) or _context.current().strategy is not self._strategy:
+            return None
+        arrays = []
+        for arg, (kind, shape, dtype, is_batch) in zip(args, self._expected, strict=True):
+            if type(arg) is not kind:
+                return None
+            array = arg
+            if kind is PerReplica:
+                if arg.row_counts is not None or arg.is_batch is not is_batch:
+                    return None
+                array = arg.stacked
+            if array is None or array.shape != shape or array.dtype != dtype:
+                return None
+            arrays.append(array)
+        return arrays
+
+
+@final
 class Programs:
     """The compiled forms of one function, by signature of its arguments."""
 
@@ -278,34 +330,44 @@ class Programs:
             collections.OrderedDict()
         )
         self._last_key: Any = None
+        self._recent: _Recent | None = None
         self.reasons: list[str] = []
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for these arguments, tracing it first if it must be."""
+        recent = self._recent
+        if recent is not None and not kwargs:
+            arrays = recent.arrays_of(args)
+            if arrays is not None and recent.captures.changed() is None:
+                return recent.compiled(arrays, _objects.NONE)
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
-        return self._find(leaves, treedef, objects)(leaves, objects)
+        compiled, captures = self._find(leaves, treedef, objects)
+        result = compiled(leaves, objects)
+        self._recent = None if kwargs else _Recent.of(args, compiled, captures)
+        return result
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
-        return self._find(leaves, treedef, objects).lower(leaves, objects)
+        return self._find(leaves, treedef, objects)[0].lower(leaves, objects)
 
-    def _find(self, leaves: list[Any], treedef: Any, objects: _objects.Held) -> _Compiled:
+    def _find(
+        self, leaves: list[Any], treedef: Any, objects: _objects.Held
+    ) -> tuple[_Compiled, Captures]:
         strategy = _context.current().strategy
         key = (treedef, tuple(map(_signature, leaves)), id(strategy), objects.signature)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:
-            compiled, captures = entry
-            reason = captures.changed()
+            reason = entry[1].changed()
             if reason is None:
-                return compiled
+                return entry
         reason = reason or self._reason(key)
         objects.watch_captures(Captures(self._watched).objects())
         compiled = _Compiled(self._function, treedef, leaves, objects)
         # The snapshot is taken after the trace: a counter that the function itself
         # advances while it is traced must not look like a change.
-        self._entries[key] = (compiled, Captures(self._watched))
+        entry = self._entries[key] = (compiled, Captures(self._watched))
         self._entries.move_to_end(key)
         if len(self._entries) > _MOST_PROGRAMS:
             self._entries.popitem(last=False)
@@ -314,7 +376,7 @@ class Programs:
         name = getattr(self._watched, "__qualname__", repr(self._watched))
         if len(self.reasons) > 1:
             _LOGGER.info("traced %s again: %s", name, reason)
-        return compiled
+        return entry
 
     def _reason(self, key: Any) -> str:
         before = self._last_key

@@ -99,6 +99,14 @@ class ReplicaContext:
         """
         return None if self._rows is None else self._rows.weights()
 
+    def own(self, value: Any) -> Any:
+        """Marks ``value`` (a nest) as this replica's own, which may differ from the others'.
+
+        Needed where JAX wants one type from the start: the initial carry of a
+        ``jax.lax.scan`` that adds up this replica's data, say.
+        """
+        return jax.tree.map(self._communicator.own, value)
+
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """Reduces ``value`` (a nest) elementwise over the replicas.
 

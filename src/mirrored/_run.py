@@ -441,6 +441,16 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             hint="use jax.lax.cond or jnp.where; to look at concrete values, run inside "
             "`with strategy.debug():`.",
         ) from error
+    except TypeError as error:
+        if "manual axis types do not match" not in str(error):
+            raise
+        raise TracingError(
+            fact="a carry of jax.lax.scan or while_loop (or the branches of cond) starts as a "
+            "value that is the same on all replicas and becomes one that may differ.",
+            expected="one type throughout.",
+            hint="start with a value of this replica: "
+            "mirrored.get_replica_context().own(jnp.zeros(...)).",
+        ) from error
 
 
 def refuse_nested(what: str) -> None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from mirrored import _compat
 from mirrored._collectives import Communicator
 from mirrored._errors import ArgumentError
 from mirrored._types import ReduceOp
@@ -215,7 +216,7 @@ def _divided(jaxpr: Any, inputs: list[bool]) -> list[bool]:
         elif name == "cond":
             if flags[0]:
                 raise _refusal("branches on a divided array")
-            branches = [_divided(branch.jaxpr, flags[1:]) for branch in equation.params["branches"]]
+            branches = [_divided(_compat.open_program(branch), flags[1:]) for branch in equation.params["branches"]]
             results = [any(column) for column in zip(*branches, strict=True)]
         elif name in _ELEMENTWISE or _keeps_shape(equation):
             results = [True] * len(equation.outvars)
@@ -224,7 +225,7 @@ def _divided(jaxpr: Any, inputs: list[bool]) -> list[bool]:
         elif _called(equation) is None or name in _LOOPS:
             raise _refusal(f"uses {name!r} across the elements of an array")
         else:
-            results = _divided(getattr(_called(equation), "jaxpr", _called(equation)), flags)
+            results = _divided(_compat.open_program(_called(equation)), flags)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 
@@ -283,7 +284,7 @@ class _Evaluation:
         called = None if name in _LOOPS else _called(equation)
         if called is not None and name != "cond":
             constants = getattr(called, "consts", ())
-            return self.jaxpr(getattr(called, "jaxpr", called), constants, inputs)
+            return self.jaxpr(_compat.open_program(called), constants, inputs)
         if not divided:
             return _bind(equation, inputs)
         if name == "cond":
@@ -329,7 +330,7 @@ class _Evaluation:
     def _cond(self, equation: Any, inputs: list[Any]) -> list[Any]:
         branches = equation.params["branches"]
         flags = [isinstance(value, Shard) for value in inputs[1:]]
-        divided = [_divided(branch.jaxpr, flags) for branch in branches]
+        divided = [_divided(_compat.open_program(branch), flags) for branch in branches]
         out_flags = [any(column) for column in zip(*divided, strict=True)]
         arrays = [value.values if isinstance(value, Shard) else value for value in inputs[1:]]
         shapes = [value.shape if isinstance(value, Shard) else None for value in inputs[1:]]
@@ -340,7 +341,7 @@ class _Evaluation:
                     array if shape is None else Shard(array, shape)
                     for array, shape in zip(arrays, shapes, strict=True)
                 ]
-                results = self.jaxpr(branch.jaxpr, branch.consts, operands)
+                results = self.jaxpr(_compat.open_program(branch), getattr(branch, "consts", ()), operands)
                 return [
                     self._communicator.own(self.as_shard(result).values) if flag else result
                     for result, flag in zip(results, out_flags, strict=True)

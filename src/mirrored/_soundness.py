@@ -96,13 +96,14 @@ class _Walk:
         atoms = equation.invars[1:]
         results = [index] * len(equation.outvars)
         for branch in equation.params["branches"]:
-            outputs = self._call(branch.jaxpr, atoms, operands, diverged=diverged)
+            outputs = self._call(_compat.open_program(branch), atoms, operands, diverged=diverged)
             results = [old or new for old, new in zip(results, outputs, strict=True)]
         return results
 
     def _while(self, equation: Any, inputs: list[bool]) -> list[bool]:
         params = equation.params
-        test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        test = _compat.open_program(params["cond_jaxpr"])
+        body = _compat.open_program(params["body_jaxpr"])
         first = params["cond_nconsts"]
         second = first + params["body_nconsts"]
         atoms = equation.invars
@@ -127,12 +128,11 @@ class _Walk:
 
     def _scan(self, equation: Any, inputs: list[bool]) -> list[bool]:
         params = equation.params
-        first = params["num_consts"]
-        second = first + params["num_carry"]
+        first, carry_count = _compat.scan_operand_counts(params)
+        second = first + carry_count
+        body = _compat.open_program(params["jaxpr"])
         while True:
-            outputs = self._call(
-                params["jaxpr"].jaxpr, equation.invars, inputs, diverged=self._diverged
-            )
+            outputs = self._call(body, equation.invars, inputs, diverged=self._diverged)
             now = [old or self._of(atom) for old, atom in zip(inputs, equation.invars, strict=True)]
             now[first:second] = [
                 old or new
@@ -162,7 +162,7 @@ def _called_jaxpr(equation: Any) -> Any:
     """The program of a plain call (jit, checkpoint, custom_vjp, ...), or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         candidate = equation.params.get(name)
-        inner = getattr(candidate, "jaxpr", candidate)
+        inner = _compat.open_program(candidate)
         if hasattr(inner, "eqns") and len(inner.invars) == len(equation.invars):
             return inner
     return None
@@ -173,7 +173,7 @@ def replica_program(jaxpr: Any) -> Any:
     for equation in jaxpr.jaxpr.eqns:
         if equation.primitive.name == "shard_map":
             inner = equation.params["jaxpr"]
-            return getattr(inner, "jaxpr", inner)
+            return _compat.open_program(inner)
     message = "the trace of a run holds no shard_map"
     raise AssertionError(message)
 
@@ -232,6 +232,6 @@ def _sub_programs(equation: Any) -> Iterator[Any]:
     """Yields every program inside an equation's parameters."""
     for parameter in equation.params.values():
         for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = getattr(candidate, "jaxpr", candidate)
+            inner = _compat.open_program(candidate)
             if hasattr(inner, "eqns"):
                 yield inner

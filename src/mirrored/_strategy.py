@@ -73,7 +73,7 @@ class Strategy(abc.ABC):
         return self.placement.replica_count
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Any, ...]:
         """The devices, one a replica, in replica order."""
         return self.placement.devices
 

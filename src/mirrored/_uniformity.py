@@ -34,7 +34,7 @@ _HOST = ("callback", "infeed", "recv", "partition_id", "rng_uniform")
 
 def output_dependence(jaxpr: Any, inputs: list[int]) -> list[int]:
     """Returns, for each output of ``jaxpr``, the bits of what it depends on."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = _compat.open_program(jaxpr)
     known: dict[Any, int] = dict.fromkeys(jaxpr.constvars, NOTHING)
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -77,7 +77,7 @@ def _called(equation: Any) -> Any:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         candidate = equation.params.get(key)
-        jaxpr = getattr(candidate, "jaxpr", candidate)
+        jaxpr = _compat.open_program(candidate)
         fits = (
             hasattr(jaxpr, "eqns")
             and len(jaxpr.invars) == len(equation.invars)
@@ -92,7 +92,7 @@ def _scan(params: dict[str, Any], bits: list[int]) -> list[int]:
     body = params["jaxpr"]
     if _jaxpr_has_refs(body):
         return _all_of(body, bits)
-    constant_count, carry_count = params["num_consts"], params["num_carry"]
+    constant_count, carry_count = _compat.scan_operand_counts(params)
     constants = bits[:constant_count]
     carry = bits[constant_count : constant_count + carry_count]
     scanned = bits[constant_count + carry_count :]
@@ -132,14 +132,14 @@ def _cond(params: dict[str, Any], bits: list[int]) -> list[int]:
         combined = _union(bits)
         if any(_has_source(branch) for branch in branches):
             combined |= REPLICA
-        return [combined] * len(getattr(branches[0], "jaxpr", branches[0]).outvars)
+        return [combined] * len(_compat.open_program(branches[0]).outvars)
     results = [output_dependence(branch, operands) for branch in branches]
     return [choice | _union(column) for column in zip(*results, strict=True)]
 
 
 def _all_of(jaxpr: Any, bits: list[int]) -> list[int]:
     combined = _union(bits) | (REPLICA if _has_source(jaxpr) else NOTHING)
-    return [combined] * len(getattr(jaxpr, "jaxpr", jaxpr).outvars)
+    return [combined] * len(_compat.open_program(jaxpr).outvars)
 
 
 def _write_refs(equation: Any, bits: list[int], known: dict[Any, int]) -> None:
@@ -161,7 +161,7 @@ def _has_refs(equation: Any) -> bool:
 
 
 def _jaxpr_has_refs(jaxpr: Any) -> bool:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = _compat.open_program(jaxpr)
     return any(_compat.is_ref_type(variable.aval) for variable in jaxpr.invars)
 
 
@@ -182,7 +182,7 @@ def _names_axis(parameter: Any) -> bool:
 
 
 def _has_source(jaxpr: Any) -> bool:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = _compat.open_program(jaxpr)
     for equation in jaxpr.eqns:
         differs = any(
             _compat.type_varies_over_replicas(variable.aval) for variable in equation.outvars
@@ -197,7 +197,7 @@ def _has_source(jaxpr: Any) -> bool:
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
     for parameter in params.values():
         for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = getattr(candidate, "jaxpr", candidate)
+            inner = _compat.open_program(candidate)
             if hasattr(inner, "eqns"):
                 yield inner
 

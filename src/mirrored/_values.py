@@ -8,7 +8,7 @@ host value that nobody has placed yet; only host components may differ in shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -25,6 +25,20 @@ class NestLeaf:
 def is_object_leaf(value: Any) -> bool:
     """Says whether a nest walk must hand over ``value`` itself: a Variable, say."""
     return isinstance(value, NestLeaf)
+
+
+class _Stacked(NamedTuple):
+    """The placed form of a PerReplica."""
+
+    array: Any
+    row_counts: Any
+    is_batch: bool
+
+
+class _Children(tuple[Any, ...]):
+    """Host components that JAX hands back: of any type, to be kept as they are."""
+
+    __slots__ = ()
 
 
 @final
@@ -45,23 +59,32 @@ class PerReplica:
     4.0
     """
 
-    __slots__ = ("_components", "_is_batch", "_row_counts", "_stacked")
+    __slots__ = ("_components", "is_batch", "row_counts", "stacked")
 
     def __init__(self, components: Iterable[Any]) -> None:
+        self._components: tuple[Any, ...] | None = None
+        # The placed array (R, ...); None while the components are host values.
+        self.stacked: Any = None
+        # How many rows of each component are real, or None if all are.
+        self.row_counts: Any = None
+        # Whether the rows of the components are the examples of a batch.
+        self.is_batch = False
+        if isinstance(components, _Stacked):
+            self.stacked, self.row_counts, self.is_batch = components
+            return
+        if isinstance(components, _Children):
+            self._components = tuple(components)
+            return
         # Lists become arrays here: to JAX a list is a structure, not a value.
-        parts = tuple(
+        self._components = tuple(
             np.asarray(part) if isinstance(part, (list, tuple)) else part for part in components
         )
-        if not parts:
+        if not self._components:
             raise ArgumentError(
                 fact="PerReplica was given no components.",
                 expected="one component for each replica.",
                 hint="use strategy.distribute_values_from_function to make one for each replica.",
             )
-        self._components: tuple[Any, ...] | None = parts
-        self._stacked: Any = None
-        self._row_counts: Any = None
-        self._is_batch = False
 
     @classmethod
     def from_stacked(
@@ -75,34 +98,14 @@ class PerReplica:
             real; None where all are.
           is_batch: whether the rows are the examples of a batch.
         """
-        value = cls.__new__(cls)
-        value._components = None
-        value._stacked = stacked
-        value._row_counts = row_counts
-        value._is_batch = is_batch
-        return value
-
-    @property
-    def stacked(self) -> Any:
-        """The placed array (R, ...); None while the components are host values."""
-        return self._stacked
-
-    @property
-    def row_counts(self) -> Any:
-        """How many rows of each component are real, or None if all are."""
-        return self._row_counts
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the rows of the components are the examples of a batch."""
-        return self._is_batch
+        return cls(_Stacked(stacked, row_counts, is_batch))
 
     @property
     def replica_count(self) -> int:
         """The number of components."""
         if self._components is not None:
             return len(self._components)
-        return self._stacked.shape[0]
+        return self.stacked.shape[0]
 
     def placed(self, placement: Placement) -> PerReplica:
         """Returns this value as one array over the devices of ``placement``."""
@@ -126,22 +129,22 @@ class PerReplica:
         """Returns this process's components, without padding, in replica order."""
         if self._components is not None:
             return self._components
-        if _compat.is_traced(self._stacked):
+        if _compat.is_traced(self.stacked):
             return self._traced_components()
         shards = sorted(
-            self._stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0
+            self.stacked.addressable_shards, key=lambda shard: shard.index[0].start or 0
         )
         parts = tuple(shard.data[0] for shard in shards)
         if len(parts) == 1 and len(shards[0].data) > 1:
             parts = tuple(shards[0].data)
-        if self._row_counts is None:
+        if self.row_counts is None:
             return parts
-        counts = np.asarray(self._row_counts)
+        counts = np.asarray(self.row_counts)
         ids = [shard.index[0].start or 0 for shard in shards]
         return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
 
     def _traced_components(self) -> tuple[Any, ...]:
-        if self._row_counts is not None:
+        if self.row_counts is not None:
             raise TracingError(
                 fact="the components of a batch with padded rows were asked for while a "
                 "program is traced, where their true lengths are not known.",
@@ -150,29 +153,28 @@ class PerReplica:
                 hint="return the PerReplica value from the compiled function and take it "
                 "apart there.",
             )
-        return tuple(self._stacked[index] for index in range(self.replica_count))
+        return tuple(self.stacked[index] for index in range(self.replica_count))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
         """Splits into arrays and structure, for JAX."""
         if self._components is not None:
             return self._components, ("components", False)
-        return (self._stacked, self._row_counts), ("stacked", self._is_batch)
+        return (self.stacked, self.row_counts), ("stacked", self.is_batch)
 
     @classmethod
     def tree_unflatten(cls, form: tuple[str, bool], children: Sequence[Any]) -> PerReplica:
         """Rebuilds from what tree_flatten gave; the children may be any objects."""
         kind, is_batch = form
-        value = cls.__new__(cls)
-        value._components = tuple(children) if kind == "components" else None
-        value._stacked, value._row_counts = children if kind == "stacked" else (None, None)
-        value._is_batch = is_batch
-        return value
+        if kind == "stacked":
+            stacked, row_counts = children
+            return cls(_Stacked(stacked, row_counts, is_batch))
+        return cls(_Children(children))
 
     def __repr__(self) -> str:
-        if self._components is None and not isinstance(self._stacked, jax.Array):
-            return f"PerReplica({self._stacked!r})"
-        if self._components is None and _compat.is_traced(self._stacked):
-            return f"PerReplica(traced {self._stacked.dtype}{list(self._stacked.shape)})"
+        if self._components is None and not isinstance(self.stacked, jax.Array):
+            return f"PerReplica({self.stacked!r})"
+        if self._components is None and _compat.is_traced(self.stacked):
+            return f"PerReplica(traced {self.stacked.dtype}{list(self.stacked.shape)})"
         body = " | ".join(str(np.asarray(part)) for part in self.components())
         return f"PerReplica[{body}]"
 

@@ -7,9 +7,9 @@ carries variables through a trace is in ``_program``.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -107,10 +107,9 @@ class Variable(NestLeaf, ReadsAsArray):
         self._check_aggregation(value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
-        if self.on_read:
-            self._array = self._spread(value)
-        else:
-            self._array = self.placement.mirror(value)
+        # The stored array: mirrored, or one component a replica (R, ...) if ON_READ. A
+        # plain attribute, since programs read and replace it in every step.
+        self.storage: Any = self._spread(value) if self.on_read else self.placement.mirror(value)
         _LIVE[serial] = self
 
     def _check_aggregation(self, dtype: Any) -> None:
@@ -169,10 +168,10 @@ class Variable(NestLeaf, ReadsAsArray):
                 return self._merged(context, stored) if self.on_read else stored
             return context.replica.communicator.own(stored)
         if self.on_read:
-            return self._aggregated(self._array)
+            return self._aggregated(self.storage)
         if lend:
             _LENT.add(self.serial)
-        return self._array
+        return self.storage
 
     def _aggregated(self, stacked: Any) -> Any:
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -275,7 +274,7 @@ class Variable(NestLeaf, ReadsAsArray):
         slot = self._slot(context, "written")
         value = self._checked(action, value)
         if slot is None:
-            self._array = self._placed(self._written_across(action, self._array, value, combine))
+            self.storage = self._placed(self._written_across(action, self.storage, value, combine))
             return self
         value = jax.lax.stop_gradient(value)
         slot.written = True
@@ -417,15 +416,6 @@ class Variable(NestLeaf, ReadsAsArray):
     # --- storage, for programs and checkpoints -----------------------------------
 
     @property
-    def storage(self) -> jax.Array:
-        """The stored array: mirrored, or (R, ...) for ON_READ; for programs only."""
-        return self._array
-
-    @storage.setter
-    def storage(self, array: jax.Array) -> None:
-        self._array = array
-
-    @property
     def storage_sharding(self) -> Any:
         """The sharding the stored array has."""
         return self.placement.split if self.on_read else self.placement.mirrored
@@ -488,7 +478,8 @@ def return_lent(variables: list[Variable]) -> None:
 
 def _caller() -> str:
     """Finds the line outside this library that is creating a variable."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mirrored."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

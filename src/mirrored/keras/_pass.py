@@ -1,0 +1,286 @@
+"""One pass over the data: an epoch of training, an evaluation, a prediction.
+
+Owns the order of things in it: state out of the variables, steps, state back into them,
+the next chunk placed while the devices work, callbacks told. Between two calls the
+model's variables always hold its values, so whatever interrupts a pass leaves a usable
+model, and callbacks read and write what they like.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrored.keras import _private
+from mirrored.keras._callbacks import BatchCalls, batch_calls
+from mirrored.keras._chunk import Chunk
+from mirrored.keras._interrupts import Interrupts
+from mirrored.keras._program import Program, program_for
+from mirrored.keras._source import Feed, Source
+
+# How long one call may take: progress bars and Ctrl-C wait for its end.
+_CALL_SECONDS = 0.05
+_STOP_FLAGS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
+
+
+@final
+class Flight:
+    """The calls under way, and how many steps the next one should run.
+
+    Two programs with collectives that overlap on XLA's CPU devices can wait for each
+    other's threads for ever, so there one is let finish before the next is given.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._under_way: collections.deque[tuple[Any, int, float, Any]] = collections.deque()
+        self._count = 1
+        self._warm: set[Any] = set()
+
+    def next_count(self, most: int) -> int:
+        """The number of steps for the next call."""
+        return max(1, min(self._count, most))
+
+    def started(self, token: Any, count: int, began: float, program: Any) -> None:
+        """Notes a call just given to the devices."""
+        if token is not None:
+            self._under_way.append((token, count, began, program))
+
+    def make_room(self) -> None:
+        """Waits until another call may be given."""
+        while len(self._under_way) > self._depth:
+            self._wait()
+
+    def settle(self) -> None:
+        """Waits for all calls."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        token, count, began, program = self._under_way.popleft()
+        token.block_until_ready()
+        if program not in self._warm:
+            # The first call of a program was its compilation.
+            self._warm.add(program)
+            return
+        seconds = max(time.perf_counter() - began, 1e-6)
+        self._count = max(1, min(int(count * _CALL_SECONDS / seconds), 8 * count))
+
+
+@final
+class Pass:
+    """Runs a model's steps of one kind over a source; ``run`` is one epoch of it."""
+
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        strategy: Any,
+        source: Source,
+        callbacks: Any,
+        interrupts: Interrupts,
+    ) -> None:
+        self._model = model
+        self._kind = kind
+        self._placement = strategy.placement
+        self._source = source
+        self._interrupts = interrupts
+        self._calls = batch_calls(callbacks, kind)
+        self._begin = getattr(callbacks, f"on_{kind}_batch_begin")
+        self._end = getattr(callbacks, f"on_{kind}_batch_end")
+        self._on_cpu = self._placement.devices[0].platform == "cpu"
+        self._flight = Flight(0 if self._on_cpu else 1)
+        self._keeps_all = False
+        self._outputs = Outputs() if kind == "predict" else None
+
+    def run(self) -> Any:
+        """Runs one epoch; returns the logs of the last step, or all rows' predictions."""
+        program = program_for(self._model, self._kind, self._placement)
+        feed = Feed(
+            self._source,
+            self._placement,
+            whole=not program.compiled,
+            ahead=self._calls is not BatchCalls.EVERYTHING,
+        )
+        if self._outputs is not None:
+            self._outputs.program = program
+        lists = _private.variable_lists(self._model, self._kind)
+        chunks = feed.chunks()
+        chunk = next(chunks, None)
+        logs: Any = {}
+        while chunk is not None:
+            position = 0
+            upcoming: Chunk | None = None
+            while position < chunk.filled:
+                start, count = position, self._count(chunk, position)
+                position += count
+                if self._calls is not BatchCalls.LOGS:
+                    self._tell_begin(chunk, start, count)
+                returned = self._call(program, lists, chunk, start, count)
+                ahead = feed.ahead or chunk.from_rows
+                if position >= chunk.filled and ahead:
+                    upcoming = next(chunks, None)
+                logs = self._tell_end(chunk, start, count, returned)
+                if getattr(self._model, _STOP_FLAGS[self._kind]):
+                    self._flight.settle()
+                    return self._result(logs)
+                if position >= chunk.filled and not ahead:
+                    upcoming = next(chunks, None)
+            chunk = upcoming
+        self._flight.settle()
+        return self._result(logs)
+
+    def _result(self, logs: Any) -> Any:
+        return logs if self._outputs is None else self._outputs.rows()
+
+    def _count(self, chunk: Chunk, position: int) -> int:
+        """How many steps the next call runs: to the end of its group if callbacks may act."""
+        if self._calls is not BatchCalls.EVERYTHING:
+            return self._flight.next_count(chunk.filled - position)
+        for index in range(position, chunk.filled):
+            if chunk.numbers[index][1] is not None:
+                return index - position + 1
+        return chunk.filled - position
+
+    def _is_looped(self, chunk: Chunk) -> bool:
+        several = self._calls is not BatchCalls.EVERYTHING or self._source.group_size > 1
+        return several and chunk.stacked and chunk.capacity > 1
+
+    def _call(
+        self, program: Program, lists: list[list[Any]], chunk: Chunk, start: int, count: int
+    ) -> Any:
+        self._flight.make_room()
+        state = tuple(_private.values_of(variables) for variables in lists)
+        _separate(state)
+        looped = self._is_looped(chunk)
+        self._keeps_all = program.compiled and (
+            self._outputs is not None or self._calls is BatchCalls.LOGS
+        )
+        began = time.perf_counter()
+        self._interrupts.hold()
+        try:
+            returned, state, token = program.run(
+                state, chunk, start, count, looped=looped, keep_all=self._keeps_all
+            )
+            for variables, values in zip(lists, state, strict=True):
+                _private.set_values(variables, values)
+        finally:
+            self._interrupts.release()
+        self._flight.started(token, count, began, (chunk.rows, chunk.capacity, self._keeps_all))
+        return returned
+
+    def _tell_begin(self, chunk: Chunk, start: int, count: int) -> None:
+        for begin, _ in chunk.numbers[start : start + count]:
+            if begin is not None:
+                self._begin(begin)
+                return
+
+    def _tell_end(self, chunk: Chunk, start: int, count: int, returned: Any) -> Any:
+        """Tells callbacks what they want to know; returns the logs of the last step."""
+        if self._calls is BatchCalls.EVERYTHING and self._on_cpu:
+            # A callback may run programs of its own on these devices.
+            self._flight.settle()
+        if self._outputs is not None:
+            self._tell_predictions(self._outputs, chunk, start, count, returned)
+            return None
+        if self._calls is BatchCalls.LOGS and returned is not None:
+            return self._tell_each(chunk, start, count, returned)
+        end = chunk.numbers[start + count - 1][1]
+        if end is not None:
+            self._end(end, returned)
+        return returned
+
+    def _tell_each(self, chunk: Chunk, start: int, count: int, returned: Any) -> Any:
+        first = start if self._is_looped(chunk) else 0
+        host = jax.tree.map(np.asarray, returned)
+        logs: Any = {}
+        for index in range(count):
+            begin, end = chunk.numbers[start + index]
+            logs = (
+                jax.tree.map(lambda leaf, at=first + index: leaf[at], host)
+                if self._keeps_all
+                else returned
+            )
+            if begin is not None:
+                self._begin(begin)
+            if end is not None:
+                self._end(end, logs)
+        return logs
+
+    def _tell_predictions(
+        self, outputs: Outputs, chunk: Chunk, start: int, count: int, returned: Any
+    ) -> None:
+        outputs.add(returned, chunk, start if self._is_looped(chunk) else 0, count)
+        if self._calls is BatchCalls.NOTHING:
+            end = chunk.numbers[start + count - 1][1]
+            if end is not None:
+                self._end(end, {})
+            return
+        for index in range(count):
+            begin, end = chunk.numbers[start + index]
+            if begin is not None and self._calls is BatchCalls.LOGS:
+                self._begin(begin)
+            if end is not None:
+                self._end(end, {"outputs": outputs.group(count - 1 - index)})
+
+
+@final
+class Outputs:
+    """Predictions of all batches, in order, without the rows that were padding."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._batches: list[list[np.ndarray]] = []
+        self._told = 0
+        self._waiting: tuple[Any, Chunk, int, int] | None = None
+        self.program: Program | None = None
+
+    def add(self, returned: Any, chunk: Chunk, first: int, count: int) -> None:
+        """Takes what a call returned; it is read when the next one is under way."""
+        self._read()
+        self._waiting = (returned, chunk, first, count)
+
+    def group(self, after: int) -> Any:
+        """The predictions since the last group, up to ``after`` batches before the last one."""
+        self._read()
+        stop = len(self._batches) - after
+        batches, self._told = self._batches[self._told : stop], stop
+        return self._joined(batches)
+
+    def rows(self) -> Any:
+        """All predictions, one row for each row of the data."""
+        self._read()
+        return self._joined(self._batches) if self._batches else None
+
+    def _joined(self, batches: list[list[np.ndarray]]) -> Any:
+        columns = zip(*batches, strict=True)
+        return self._structure.unflatten([np.concatenate(column) for column in columns])
+
+    def _read(self) -> None:
+        if self._waiting is None or self.program is None:
+            return
+        returned, chunk, first, count = self._waiting
+        self._waiting = None
+        leaves, self._structure = jax.tree.flatten(returned)
+        hosts = [np.asarray(leaf) for leaf in leaves]
+        if not self.program.compiled:
+            self._batches.append(hosts)
+            return
+        for index in range(first, first + count):
+            batch = [host[index] for host in hosts]
+            self._batches.append(self.program.true_rows(chunk, batch))
+
+
+def _separate(state: tuple[list[Any], ...]) -> None:
+    """Copies arrays that stand in two variables: each is given away once."""
+    seen: set[int] = set()
+    for values in state:
+        for index, value in enumerate(values):
+            if id(value) in seen:
+                values[index] = jnp.copy(value)
+            seen.add(id(value))

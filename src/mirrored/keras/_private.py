@@ -1,0 +1,223 @@
+"""The one place that knows Keras from the inside.
+
+Owns every private Keras name this package uses, so that a new Keras version breaks one
+file. Everything here reads or sets something of Keras; what it means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src import backend as keras_backend
+from keras.src.backend.common import global_state
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils.python_utils import pythonify_logs
+
+__all__ = ["EpochIterator", "pythonify_logs"]
+
+unpack = data_adapter_utils.unpack_x_y_sample_weight
+class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
+
+
+# --- variables ---------------------------------------------------------------------------------
+
+
+def layout_of(variable: Any) -> Any:
+    """Returns the layout Keras stored when it made a variable, or None."""
+    return getattr(variable, "_layout", None)
+
+
+def adopt(variable: Any, layout: Any) -> None:
+    """Gives a variable a layout after its creation, and moves its value there."""
+    variable._layout = layout
+    if variable._value is not None:
+        variable._value = jax.device_put(variable._value, layout.backend_layout, may_alias=False)
+
+
+def disown(variable: Any) -> None:
+    """Takes a variable's layout away and puts its value where JAX puts things by default."""
+    variable._layout = None
+    if variable._value is not None:
+        variable._value = jax.numpy.asarray(np.asarray(variable._value))
+
+
+def values_of(variables: Sequence[Any]) -> list[Any]:
+    """Reads the stored arrays, without autocast."""
+    return [variable._value for variable in variables]
+
+
+def set_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Stores arrays that already have the variables' shapes, types and layouts."""
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = value
+
+
+def variable_lists(model: Any, kind: str) -> list[list[Any]]:
+    """Returns the variables a step of this kind takes, in the order Keras passes them."""
+    lists = [list(model.trainable_variables), list(model.non_trainable_variables)]
+    if kind == "train":
+        optimizer = getattr(model, "optimizer", None)
+        lists.append([] if optimizer is None else list(optimizer.variables))
+    if kind != "predict":
+        lists.append(list(model.metrics_variables))
+    return lists
+
+
+def compile_marker(model: Any) -> Any:
+    """Returns a variable that ``compile`` made, or None for an uncompiled model."""
+    tracker = getattr(model, "_loss_tracker", None)
+    return tracker.variables[0] if tracker is not None and tracker.variables else None
+
+
+def forget_global_seed(is_ours: Callable[[Any], bool]) -> None:
+    """Takes Keras's global seed generator off a strategy it was first used in.
+
+    It belongs to everyone: models beside the strategy draw from it too.
+    """
+    generator = global_state.get_global_attribute("global_seed_generator")
+    if generator is not None and is_ours(generator.state):
+        disown(generator.state)
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def is_built(model: Any) -> bool:
+    """Says whether all layers of a model have their variables."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def require_compiled(model: Any, method: str) -> None:
+    """Raises Keras's own error for a model that was not compiled."""
+    model._assert_compile_called(method)
+
+
+def warn_if_trainable_changed(model: Any) -> None:
+    """Lets Keras warn about ``trainable`` set after ``compile``."""
+    getattr(model, "_warn_if_trainable_state_changed", lambda: None)()
+
+
+def symbolic_build(model: Any, **sources: Any) -> None:
+    """Makes the variables of a compiled model, its metrics and its optimizer."""
+    model._symbolic_build(**sources)
+
+
+def build_by_call(model: Any, inputs: Any) -> None:
+    """Makes the variables of a model that is not compiled, from one batch."""
+    with keras_backend.StatelessScope():
+        model(inputs)
+
+
+def metrics_or_logs(model: Any, logs: Any) -> Any:
+    """Returns the metrics' results where the step's logs are these metrics, else the logs."""
+    return model._get_metrics_result_or_logs(logs)
+
+
+def in_metric_order(model: Any, logs: Any) -> Any:
+    """Returns logs as Keras returns them when no dictionary is wanted."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def first_epoch(model: Any, initial_epoch: int) -> int:
+    """Returns where to start: a callback (BackupAndRestore) may have set it."""
+    return model._initial_epoch or initial_epoch
+
+
+def should_evaluate(model: Any, epoch: int, validation_freq: Any) -> bool:
+    """Says whether this epoch ends with a validation."""
+    return model._should_eval(epoch, validation_freq)
+
+
+def cached_evaluation(model: Any) -> Any:
+    """Returns the validation source kept through ``fit``, or None."""
+    return getattr(model, "_eval_epoch_iterator", None)
+
+
+def keep_evaluation(model: Any, source: Any) -> None:
+    """Keeps the validation source through ``fit``; None drops it."""
+    object.__setattr__(model, "_eval_epoch_iterator", source)
+
+
+def makes_own_function(model: Any, kind: str) -> bool:
+    """Says whether the user's class makes the step function itself."""
+    name = f"make_{kind}_function"
+    return getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+def step_function(model: Any, kind: str) -> Any:
+    """Returns what is stored as ``model.train_function`` and the like; compile resets it."""
+    return getattr(model, f"{kind}_function")
+
+
+def set_step_function(model: Any, kind: str, function: Any) -> None:
+    """Stores ``model.train_function`` and the like."""
+    object.__setattr__(model, f"{kind}_function", function)
+
+
+def reset_step_state(model: Any) -> None:
+    """Tells Keras that no state is kept outside the variables."""
+    object.__setattr__(model, "_jax_state", None)
+    object.__setattr__(model, "_jax_state_synced", True)
+
+
+def most_epochs(epochs: int) -> int:
+    """Returns ``epochs``, or fewer where ``keras.config`` limits them."""
+    limit = getattr(keras.config, "max_epochs", lambda: None)()
+    return min(epochs, limit) if limit else epochs
+
+
+def wraps_twice(function: Any) -> bool:
+    """Says whether a function was wrapped by this package before."""
+    return getattr(function, "_mirrored_wrapper", False)
+
+
+def mark_wrapper(function: Any) -> Any:
+    """Marks a function as wrapped by this package."""
+    function._mirrored_wrapper = True
+    return function
+
+
+def profiles_batches(tensorboard: Any) -> bool:
+    """Says whether a TensorBoard callback profiles single batches."""
+    return bool(tensorboard._should_trace or tensorboard.write_steps_per_second)
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def array_rows(adapter: Any) -> tuple[Any, int, int, bool] | None:
+    """Returns arrays, row count, batch size and shuffle of data that is plain arrays.
+
+    None for everything else, which is then read batch by batch.
+    """
+    if not isinstance(adapter, ArrayDataAdapter) or adapter._shuffle == "batch":
+        return None
+    sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+    leaves, structure = jax.tree.flatten(sliceables)
+    if not all(isinstance(leaf, array_slicing.NumpySliceable) for leaf in leaves):
+        return None
+    arrays = structure.unflatten([leaf.array for leaf in leaves])
+    return arrays, adapter._num_samples, adapter._batch_size, bool(adapter._shuffle)
+
+
+def split_validation(data: tuple[Any, Any, Any], fraction: float) -> tuple[Any, Any, Any, Any]:
+    """Returns x, y and sample_weight without their last part, and that part."""
+    parts: Any = array_slicing.train_validation_split(data, validation_split=fraction)
+    (x, y, sample_weight), validation = parts
+    return x, y, sample_weight, validation
+
+
+def next_step(source: Any) -> Any:
+    """Advances a source's own count of steps; its iterator of batches comes with it."""
+    return next(source._epoch_iterator)
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Says whether a leaf of a batch is one of JAX's sparse arrays."""
+    return data_adapter_utils.is_jax_sparse(leaf)

@@ -1,0 +1,224 @@
+"""A model's steps as one XLA program that runs any number of them.
+
+Owns the compiled program: the loop over a chunk, the true size of each batch, donated
+state, and what comes out of it. The meaning of a step is Keras's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from mirrored._errors import ArgumentError
+from mirrored._placement import Placement
+from mirrored.keras import _private
+from mirrored.keras._chunk import Chunk, shard_rows
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def step_of(model: Any, kind: str) -> Step:
+    """Returns a model's own step as ``(state, data) -> (logs or outputs, state)``."""
+    if kind != "predict":
+        return getattr(model, f"{kind}_step")
+
+    def predict_step(state: Any, data: Any) -> tuple[Any, Any]:
+        outputs, non_trainable = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable)
+
+    return predict_step
+
+
+@final
+class Program:
+    """The compiled steps of one kind of one model.
+
+    Stored where Keras stores its own step function, so ``compile`` drops it.
+    """
+
+    def __init__(self, model: Any, kind: str, placement: Placement) -> None:
+        self._step = step_of(model, kind)
+        self._gives_rows = kind == "predict"
+        self._placement = placement
+        self._compiled = bool(model.jit_compile and not model.run_eagerly)
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._positions: dict[int, jax.Array] = {}
+        self._by_row: dict[Any, list[bool]] = {}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are compiled; ``run_eagerly`` and ``jit_compile=False`` say no."""
+        return self._compiled
+
+    def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
+        """Runs one step on the iterator's next batch, as Keras's step functions do."""
+        data = jax.device_put(next(iterator), self._placement.mirrored)
+        return self._step(state, data)
+
+    def run(
+        self, state: Any, chunk: Chunk, start: int, count: int, *, looped: bool, keep_all: bool
+    ) -> tuple[Any, Any, Any]:
+        """Runs ``count`` steps from batch ``start`` of a chunk.
+
+        Args:
+          state: Keras's state for this kind of step; its arrays are donated.
+          chunk: the placed batches.
+          start: the first batch.
+          count: how many batches.
+          looped: whether the program may run several; if not, ``count`` is 1.
+          keep_all: whether to return what every step returned, stacked, or the last only.
+
+        Returns:
+          What the steps returned, the new state, and an array that is ready when they ran.
+          With ``keep_all`` the first axis of what they returned is the batch's place in the
+          chunk, or 0 alone if the program is not looped.
+        """
+        if not self._compiled:
+            outputs, state = self._step(state, chunk.structure.unflatten(chunk.leaves))
+            return outputs, state, None
+        looped = looped and chunk.stacked and chunk.capacity > 1
+        key = (chunk.structure, chunk.rows, chunk.stacked, looped, keep_all)
+        function = self._functions.get(key)
+        if function is None:
+            function = self._functions[key] = self._compile(chunk, looped, keep_all)
+        return function(state, chunk.leaves, self._position(start), self._position(count))
+
+    def true_rows(self, chunk: Chunk, host: list[np.ndarray]) -> list[np.ndarray]:
+        """Takes the padding off the outputs of one batch."""
+        by_row = self._by_row.get((chunk.structure, chunk.rows))
+        if by_row is None:
+            return host
+        return [
+            leaf[: chunk.rows[0]] if cut else leaf for leaf, cut in zip(host, by_row, strict=True)
+        ]
+
+    def _position(self, number: int) -> jax.Array:
+        # Placed once: a number given anew would be sent to every device in every call.
+        found = self._positions.get(number)
+        if found is None:
+            found = self._positions[number] = self._placement.mirror(np.int32(number))
+        return found
+
+    def _compile(self, chunk: Chunk, looped: bool, keep_all: bool) -> Callable[..., Any]:
+        placement, structure, rows = self._placement, chunk.structure, chunk.rows
+        capacity = chunk.capacity
+
+        def one_step(state: Any, leaves: Sequence[Any], position: Any) -> tuple[Any, Any]:
+            if chunk.stacked:
+                leaves = [
+                    _take(placement, leaf, size, position)
+                    for leaf, size in zip(leaves, rows, strict=True)
+                ]
+            outputs, new_state = self._step(state, structure.unflatten(leaves))
+            size = rows[0] if self._gives_rows and rows else None
+            flat, output_structure = jax.tree.flatten(outputs)
+            flat = [jnp.asarray(leaf) for leaf in flat]
+            # Known while tracing only: which outputs have a row for each row of the batch.
+            self._by_row[structure, rows] = [
+                size is not None and leaf.ndim > 0 and leaf.shape[0] == size for leaf in flat
+            ]
+            outputs = output_structure.unflatten([_settle(placement, leaf, size) for leaf in flat])
+            return outputs, _same_types(placement, state, new_state)
+
+        def program(state: Any, leaves: Any, start: Any, count: Any) -> Any:
+            if not looped:
+                outputs, state = one_step(state, leaves, start)
+                if keep_all:
+                    outputs = jax.tree.map(lambda leaf: leaf[None], outputs)
+                return outputs, state, start + 1
+            outputs, state = _loop(one_step, state, leaves, start, count, capacity, keep_all)
+            return outputs, state, start + count
+
+        return jax.jit(program, donate_argnums=0, out_shardings=(None, placement.mirrored, None))
+
+
+def _take(placement: Placement, leaf: Any, size: int | None, position: Any) -> Any:
+    """One batch of a chunk, of its true size, split as evenly as it can be."""
+    batch = jax.lax.dynamic_index_in_dim(leaf, position, 0, keepdims=False)
+    if size is None:
+        return batch
+    if size != batch.shape[0]:
+        batch = batch[:size]
+    return jax.lax.with_sharding_constraint(batch, placement.split)
+
+
+def _settle(placement: Placement, leaf: Any, rows: int | None) -> Any:
+    """Gives what a step returned a placement that a program may return."""
+    several_processes = len(placement.local_replica_ids) < placement.replica_count
+    if leaf.ndim == 0 or rows is None or leaf.shape[0] != rows or several_processes:
+        return jax.lax.with_sharding_constraint(leaf, placement.mirrored)
+    padding = shard_rows(rows, placement.replica_count) * placement.replica_count - rows
+    if padding:
+        leaf = jnp.pad(leaf, [(0, padding)] + [(0, 0)] * (leaf.ndim - 1))
+    return jax.lax.with_sharding_constraint(leaf, placement.split)
+
+
+def _same_types(placement: Placement, before: Any, after: Any) -> Any:
+    """Gives new state the structure, shapes and types of the old: it is stored in its place."""
+    old, structure = jax.tree.flatten(before)
+    new = jax.tree.leaves(after)
+    if len(old) != len(new) or any(
+        jnp.shape(first) != jnp.shape(second) for first, second in zip(old, new, strict=False)
+    ):
+        raise ArgumentError(
+            fact=f"a step took state of {len(old)} arrays {[jnp.shape(leaf) for leaf in old]} "
+            f"and returned {len(new)} arrays {[jnp.shape(leaf) for leaf in new]}.",
+            expected="the same number of arrays, of the same shapes.",
+            hint="return the state of train_step in the order it came in.",
+        )
+    return structure.unflatten(
+        [
+            jax.lax.with_sharding_constraint(
+                jnp.asarray(second).astype(first.dtype), placement.mirrored
+            )
+            for first, second in zip(old, new, strict=True)
+        ]
+    )
+
+
+def _loop(
+    one_step: Callable[..., tuple[Any, Any]],
+    state: Any,
+    leaves: Any,
+    start: Any,
+    count: Any,
+    capacity: int,
+    keep_all: bool,
+) -> tuple[Any, Any]:
+    """Runs the steps with the user's code traced once, whatever their number."""
+    traced, shapes = jax.make_jaxpr(one_step, return_shape=True)(state, leaves, start)
+    run = jax.extend.core.jaxpr_as_fun(traced)
+    output_shapes, output_structure = jax.tree.flatten(shapes[0])
+    state_leaves, state_structure = jax.tree.flatten(state)
+    kept = [
+        jnp.zeros((capacity, *shape.shape) if keep_all else shape.shape, shape.dtype)
+        for shape in output_shapes
+    ]
+
+    def body(position: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        current, kept = carry
+        results = run(*current, *jax.tree.leaves(leaves), position)
+        outputs, new = results[: len(kept)], results[len(kept) :]
+        if keep_all:
+            outputs = [
+                jax.lax.dynamic_update_index_in_dim(buffer, output, position, 0)
+                for buffer, output in zip(kept, outputs, strict=True)
+            ]
+        return list(new), list(outputs)
+
+    state_leaves, kept = jax.lax.fori_loop(start, start + count, body, (state_leaves, kept))
+    return output_structure.unflatten(kept), state_structure.unflatten(state_leaves)
+
+
+def program_for(model: Any, kind: str, placement: Placement) -> Program:
+    """Returns a model's compiled steps, made when first asked for after ``compile``."""
+    found = _private.step_function(model, kind)
+    if not isinstance(found, Program):
+        found = Program(model, kind, placement)
+        _private.set_step_function(model, kind, found)
+    return found

@@ -1,0 +1,199 @@
+"""Batches of an epoch, in Keras's order, gathered into chunks that run in one call.
+
+Owns reading ahead: which batches go together, and that each is read once and in order.
+Where they are put is decided in ``_chunk``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirrored._placement import Placement
+from mirrored.keras import _private
+from mirrored.keras._chunk import Chunk, RowRange, place_batches, place_rows, place_whole
+
+_MOST_STEPS = 128
+_MOST_BYTES = 16 * 2**20
+# A chunk of a slow source is closed early, so that the first step need not wait for it.
+_PATIENCE_SECONDS = 0.05
+_END = object()
+
+
+@final
+class ArrayRows:
+    """The rows of plain arrays in this epoch's order; gathered only when they are placed."""
+
+    def __init__(self, arrays: Any, row_count: int, batch_size: int, shuffle: bool) -> None:
+        self.arrays = arrays
+        self._row_count = row_count
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._next_row = 0
+        self._order: Any = None
+
+    def __iter__(self) -> ArrayRows:
+        return self
+
+    def __next__(self) -> Any:
+        rows = self.range()
+        if rows is None:
+            raise StopIteration
+        index = rows.index()
+        return jax.tree.map(lambda array: array[index], self.arrays)
+
+    def range(self) -> RowRange | None:
+        """The rows of the next batch, or None at the end."""
+        if self._next_row >= self._row_count:
+            return None
+        if self._shuffle and self._order is None:
+            # Drawn when the first batch is asked for, as Keras does: the same seed then
+            # gives the same order with and without a strategy.
+            self._order = np.random.permutation(self._row_count)
+        start = self._next_row
+        self._next_row = min(start + self._batch_size, self._row_count)
+        return RowRange(self.arrays, self._order, start, self._next_row)
+
+
+@final
+class Source(_private.EpochIterator):
+    """Keras's own reading of any data it takes, with plain arrays read as row numbers."""
+
+    def _get_iterator(self) -> Any:
+        rows = _private.array_rows(self.data_adapter)
+        if rows is not None:
+            return ArrayRows(*rows)
+        return self.data_adapter.get_jax_iterator()
+
+    def __next__(self) -> Any:
+        return _private.next_step(self)
+
+    @property
+    def group_size(self) -> int:
+        """How many batches go between two calls of batch callbacks."""
+        return self.steps_per_execution
+
+
+@final
+class Feed:
+    """One epoch of a source as placed chunks."""
+
+    def __init__(self, source: Source, placement: Placement, *, whole: bool, ahead: bool) -> None:
+        self._source = source
+        self._placement = placement
+        self._whole = whole
+        self.ahead = ahead
+        self._capacities: dict[Any, int] = {}
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields chunks of batches of one shape; what is read is placed at once."""
+        pending: list[Any] = []
+        numbers: list[tuple[int | None, int | None]] = []
+        signature: Any = None
+        began = 0.0
+        for batch, begin, end in self._batches():
+            found = _signature(batch)
+            if pending and found != signature:
+                yield self._place(pending, numbers, signature)
+                pending, numbers = [], []
+            if not pending:
+                signature, began = found, time.perf_counter()
+            pending.append(batch)
+            numbers.append((begin, end))
+            full = len(pending) >= self._capacity(batch, signature)
+            slow = not isinstance(batch, RowRange) and (
+                time.perf_counter() - began > _PATIENCE_SECONDS
+            )
+            if full or slow:
+                yield self._place(pending, numbers, signature)
+                pending, numbers = [], []
+        if pending:
+            yield self._place(pending, numbers, signature)
+
+    def _batches(self) -> Iterator[tuple[Any, int | None, int | None]]:
+        """Yields batches with the numbers Keras gives the first and last of each group."""
+        source = self._source
+        with source.catch_stop_iteration():
+            for begin, end, iterator in source:
+                group = []
+                for _ in range(source.group_size):
+                    batch = _read(iterator)
+                    if batch is _END:
+                        break
+                    group.append(batch)
+                if not group:
+                    raise StopIteration
+                last = len(group) - 1
+                for position, batch in enumerate(group):
+                    yield (
+                        batch,
+                        begin if position == 0 else None,
+                        end if position == last else None,
+                    )
+
+    def _capacity(self, batch: Any, signature: Any) -> int:
+        known = self._capacities.get(signature)
+        if known is not None:
+            return known
+        if self._whole or signature[0] == "sparse":
+            capacity = 1
+        elif not self.ahead and not isinstance(batch, RowRange):
+            # A callback may change what a generator yields next: read no further than asked.
+            capacity = 1
+        elif self._capacities:
+            # Not the shape of most batches: the last one, usually.
+            capacity = 1
+        else:
+            most = max(1, min(_MOST_STEPS, _MOST_BYTES // max(1, _byte_count(batch))))
+            steps = self._source.num_batches
+            capacity = most if steps is None else min(most, _power_of_two_from(steps))
+        self._capacities[signature] = capacity
+        return capacity
+
+    def _place(
+        self, batches: list[Any], numbers: list[tuple[int | None, int | None]], signature: Any
+    ) -> Chunk:
+        if self._whole or signature[0] == "sparse":
+            return place_whole(self._placement, _read_rows(batches[0]), numbers)
+        capacity = self._capacities[signature]
+        if isinstance(batches[0], RowRange):
+            return place_rows(self._placement, batches, numbers, capacity)
+        return place_batches(self._placement, batches, numbers, capacity)
+
+
+def _read(iterator: Any) -> Any:
+    if isinstance(iterator, ArrayRows):
+        rows = iterator.range()
+        return _END if rows is None else rows
+    return next(iterator, _END)
+
+
+def _read_rows(batch: Any) -> Any:
+    if isinstance(batch, RowRange):
+        index = batch.index()
+        return jax.tree.map(lambda array: array[index], batch.arrays)
+    return batch
+
+
+def _signature(batch: Any) -> Any:
+    if isinstance(batch, RowRange):
+        return ("rows", batch.stop - batch.start)
+    leaves, structure = jax.tree.flatten(batch, is_leaf=_private.is_sparse)
+    if any(_private.is_sparse(leaf) for leaf in leaves):
+        return ("sparse", structure)
+    return ("batch", structure, tuple((np.shape(leaf), np.result_type(leaf)) for leaf in leaves))
+
+
+def _byte_count(batch: Any) -> int:
+    if isinstance(batch, RowRange):
+        rows = batch.stop - batch.start
+        return sum(rows * array[:1].nbytes for array in jax.tree.leaves(batch.arrays))
+    return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(batch))
+
+
+def _power_of_two_from(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,267 @@
+"""Which strategy a model belongs to, saving and loading, and steps outside an epoch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from conftest import make_strategy
+
+import mirrored
+import mirrored.keras
+
+X = np.arange(14, dtype="float32").reshape(7, 2) / 14
+Y = X.sum(axis=1, keepdims=True)
+
+
+def layers():
+    return [keras.Input((2,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
+
+
+def compiled(strategy, **arguments):
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = keras.Sequential(layers())
+        model.compile(**{"optimizer": keras.optimizers.Adam(0.1), "loss": "mse"} | arguments)
+    return model
+
+
+def fit(model, **arguments):
+    return model.fit(X, Y, **{"batch_size": 4, "verbose": 0, "shuffle": False} | arguments).history
+
+
+def device_count(model):
+    (count,) = {len(v.value.devices()) for v in [*model.variables, *model.optimizer.variables]}
+    return count
+
+
+# --- the pitfall -------------------------------------------------------------------------------
+
+
+@pytest.mark.conformance(47)
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+def test_a_model_made_outside_and_compiled_inside_is_an_error(method, two):
+    model = keras.Sequential(layers(), name="early")
+    with two.scope():
+        model.compile("sgd", "mse")
+    with pytest.raises(
+        mirrored.OwnershipError, match=r"'early'.*dense.*outside any scope"
+    ) as error:
+        getattr(model, method)(X, Y)
+    assert "the line that makes the model" in error.value.hint
+
+
+@pytest.mark.conformance(47)
+def test_built_inside_and_compiled_outside_works(two):
+    expected = fit(compiled(two))
+    keras.utils.set_random_seed(2)
+    with two.scope():
+        model = keras.Sequential(layers())
+    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+    np.testing.assert_allclose(fit(model)["loss"], expected["loss"], rtol=1e-6)
+    assert device_count(model) == 2
+
+
+def test_an_optimizer_made_outside_is_an_error(two):
+    optimizer = keras.optimizers.Adam(0.1, name="early_adam")
+    model = compiled(two, optimizer=optimizer)
+    with pytest.raises(mirrored.OwnershipError, match="early_adam") as error:
+        fit(model)
+    assert "makes the Adam" in error.value.hint
+
+
+def test_a_layer_made_outside_is_an_error(two):
+    early = keras.layers.Dense(3, name="early_layer")
+    early.build((None, 2))
+    with two.scope():
+        model = keras.Sequential([keras.Input((2,)), early])
+        model.compile("sgd", "mse")
+    with pytest.raises(mirrored.OwnershipError, match="early_layer/kernel") as error:
+        fit(model)
+    assert "the layer of that weight" in error.value.hint
+
+
+def test_a_model_of_another_strategy_is_an_error_even_on_equal_devices(two):
+    other = make_strategy(2)
+    model = keras.Sequential(layers())
+    with two.scope():
+        inner = keras.Sequential(layers())
+    with other.scope():
+        model = keras.Sequential([keras.Input((2,)), inner])
+        model.compile("sgd", "mse")
+    with pytest.raises(mirrored.OwnershipError, match="another strategy"):
+        fit(model)
+
+
+def test_training_an_outsider_inside_the_scope_is_an_error(two):
+    model = keras.Sequential(layers(), name="outsider")
+    model.compile("sgd", "mse")
+    with two.scope(), pytest.raises(mirrored.OwnershipError, match="'outsider'"):
+        fit(model)
+    assert model.predict(X, verbose=0).shape == (7, 1)
+
+
+def test_models_beside_the_strategy_are_left_alone(two):
+    def alone():
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), *layers()[1:]])
+        model.compile("sgd", "mse")
+        return fit(model), model
+
+    expected, _ = alone()
+    with two.scope():
+        keras.random.uniform((2,))
+    compiled(two)
+    found, model = alone()
+    assert found == expected
+    assert mirrored.keras.strategy_of(model) is None
+    assert device_count(model) == 1
+    keras.random.uniform((2,)) + model.predict(X[:1], verbose=0)[0]
+
+
+def test_strategies_of_different_sizes_in_turn():
+    histories = [fit(compiled(make_strategy(r)))["loss"] for r in (2, 4, 2, 1, 3)]
+    for found in histories[1:]:
+        np.testing.assert_allclose(found, histories[0], rtol=1e-6)
+
+
+# --- saving and loading ------------------------------------------------------------------------
+
+
+def test_save_and_load_in_and_out_of_the_scope_and_train_on(tmp_path, two):
+    whole = compiled(two)
+    fit(whole, epochs=4)
+    model = compiled(two)
+    fit(model, epochs=2)
+    model.save(tmp_path / "m.keras")
+    four = make_strategy(4)
+    with four.scope():
+        inside = keras.models.load_model(tmp_path / "m.keras")
+    outside = keras.models.load_model(tmp_path / "m.keras")
+    for loaded, count in ((inside, 4), (outside, 1)):
+        fit(loaded, epochs=2)
+        assert device_count(loaded) == count
+        for got, wanted in zip(loaded.get_weights(), whole.get_weights()):
+            np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-6)
+    assert mirrored.keras.strategy_of(inside) is four
+    assert mirrored.keras.strategy_of(outside) is None
+
+
+def test_weights_loaded_outside_the_scope_stay_mirrored(tmp_path, two):
+    first, second = compiled(two), compiled(two)
+    fit(first)
+    fit(second, epochs=2)
+    first.save_weights(tmp_path / "w.weights.h5")
+    second.load_weights(tmp_path / "w.weights.h5")
+    assert all(len(v.value.devices()) == 2 for v in second.weights)
+    np.testing.assert_array_equal(first.predict(X, verbose=0), second.predict(X, verbose=0))
+
+
+# --- other ways to train -----------------------------------------------------------------------
+
+
+def test_steps_outside_an_epoch_equal_one_device(two):
+    found = []
+    for strategy in (None, two):
+        keras.utils.set_random_seed(2)
+        if strategy is None:
+            model = keras.Sequential(layers())
+            model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+        else:
+            model = compiled(strategy, metrics=["mae"])
+        logs = [model.train_on_batch(X[:n], Y[:n], return_dict=True) for n in (4, 3, 1, 7)]
+        logs.append(model.test_on_batch(X, Y, return_dict=True))
+        logs.append(model.train_on_batch(X, Y, sample_weight=np.arange(7.0), return_dict=True))
+        found.append((logs, model.predict_on_batch(X[:5]), model.evaluate(X, Y, verbose=0)))
+    for got, wanted in zip(found[1][0], found[0][0]):
+        assert got == pytest.approx(wanted, rel=2e-6)
+    assert found[1][1].shape == (5, 1)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5)
+    assert found[1][2] == pytest.approx(found[0][2], rel=1e-5)
+
+
+def test_a_lazy_model_predicts_without_compile(two):
+    with two.scope():
+        model = keras.Sequential([keras.layers.Dense(3)])
+    assert model.predict(X, batch_size=2, verbose=0).shape == (7, 3)
+    assert {len(v.value.devices()) for v in model.variables} == {2}
+
+
+def test_outputs_that_are_not_one_row_for_each_row_come_whole(two):
+    with two.scope():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Lambda(lambda t: keras.ops.reshape(t, (-1,)))]
+        )
+    np.testing.assert_array_equal(model.predict(X, batch_size=3, verbose=0), X.reshape(-1))
+
+
+def test_one_trace_and_a_fixed_number_of_programs(two):
+    traces = []
+
+    def loss(y_true, y_pred):
+        traces.append(y_true.shape)
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    model = compiled(two, loss=loss)
+    fit(model, epochs=6)
+    # Once to build (by Keras), and once for each shape of batch.
+    assert traces[-2:] == [(4, 1), (3, 1)]
+    assert len(traces) == 3
+
+
+def test_the_mixin_says_the_same(two):
+    class Own(mirrored.keras.Mirrored, keras.Sequential):
+        pass
+
+    with two.scope():
+        model = Own(layers())
+        model.compile("sgd", "mse")
+    fit(model)
+    assert device_count(model) == 2
+    alone = Own(layers())
+    alone.compile("sgd", "mse")
+    fit(alone)
+    assert device_count(alone) == 1
+
+
+# --- what must be there ------------------------------------------------------------------------
+
+PROGRAM = """
+import os
+os.environ["KERAS_BACKEND"] = {backend!r}
+import mirrored.testing
+mirrored.testing.use_cpu_devices(2)
+import mirrored
+with mirrored.MirroredStrategy().scope():
+    import keras
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+import numpy as np
+model.fit(np.ones((5, 2)), np.ones((5, 1)), verbose=0)
+print(len(model.weights[0].value.devices()), "devices")
+"""
+
+
+def run_program(backend):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM.format(backend=backend)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_keras_may_be_imported_inside_the_scope():
+    result = run_program("jax")
+    assert result.stdout == "2 devices\n", result.stderr
+
+
+def test_another_backend_is_an_error_with_the_line_to_set():
+    result = run_program("numpy")
+    assert result.returncode == 1
+    assert 'os.environ["KERAS_BACKEND"] = "jax"' in result.stderr
+    assert "Keras runs on numpy" in result.stderr

@@ -1,0 +1,169 @@
+"""What users can rely on: names, arguments, light imports, errors in one form."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import mirrored
+import mirrored.testing
+
+SIGNATURES = {
+    "MirroredStrategy": "(devices=None)",
+    "OneDeviceStrategy": "(device=None)",
+    "Optimizer": "(tx, *, reduce=<ReduceOp.MEAN: 'MEAN'>, shard_state=False, "
+    "communication_dtype=None, reduction='fast', check_finite=False, name='optimizer')",
+    "as_mirrored": "(nest)",
+    "reproducible_value_and_grad": "(loss_fn, variables=None, *, micro_shards)",
+    "PerReplica": "(components)",
+    "Strategy.distribute_dataset": "(self, dataset, batch_size=None, *, remainder='pad', "
+    "prefetch=2, shuffle=False, seed=0)",
+    "Strategy.gather": "(self, value, axis)",
+    "Strategy.local_results": "(self, value)",
+    "Strategy.reduce": "(self, reduce_op, value, axis=None)",
+    "Strategy.run": "(self, fn, args=(), kwargs=None)",
+    "Strategy.scope": "(self)",
+    "Variable": "(initial_value, trainable=True, name=None, dtype=None, "
+    "synchronization=<VariableSynchronization.AUTO: 'AUTO'>, "
+    "aggregation=<VariableAggregation.NONE: 'NONE'>)",
+    "accumulated_value_and_grad": "(loss_fn, variables=None, *, steps)",
+    "function": "(fn=None)",
+    "get_replica_context": "()",
+    "get_strategy": "()",
+    "grad": "(loss_fn, variables=None, *, argnums=0, has_aux=False)",
+    "has_strategy": "()",
+    "in_cross_replica_context": "()",
+    "mean": "(per_example, weights=None)",
+    "progress": "(iterable, description=None, total=None)",
+    "value_and_grad": "(loss_fn, variables=None, *, argnums=0, has_aux=False, reduce=True)",
+}
+
+
+def written(thing):
+    signature = inspect.signature(thing)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_signatures(name):
+    thing = mirrored
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    assert written(thing) == SIGNATURES[name]
+
+
+def test_all_is_complete_and_sorted():
+    assert list(mirrored.__all__) == sorted(mirrored.__all__)
+    public = {name for name in vars(mirrored) if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(mirrored, name))}
+    # Used by the package's front page itself, at import.
+    assert public - modules - set(mirrored.__all__) == {"add_adapter", "add_companion"}
+
+
+def test_tf_distributes_spellings():
+    strategy = mirrored.Strategy
+    assert strategy.experimental_local_results is strategy.local_results
+    assert strategy.experimental_distribute_dataset is strategy.distribute_dataset
+    assert (
+        strategy.experimental_distribute_values_from_function
+        is strategy.distribute_values_from_function
+    )
+
+
+def test_importing_is_light():
+    program = (
+        "import sys, mirrored; from jax._src import xla_bridge; "
+        "assert not xla_bridge.backends_are_initialized(); "
+        "found = {'keras', 'flax', 'orbax', 'ray', 'rich', 'grain', 'tensorflow', 'torch'}"
+        " & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_error_is_a_builtin_too_and_survives_pickling():
+    kinds = [thing for name in mirrored.__all__ if isinstance(thing := getattr(mirrored, name), type)]
+    kinds = [kind for kind in kinds if issubclass(kind, mirrored.MirroredError)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        error = kind(fact="2 replicas.", expected="4.", hint="add 2.")
+        assert str(error) == "2 replicas.\nexpected: 4.\nhint: add 2."
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (kind, str(error))
+        if kind is not mirrored.MirroredError:
+            assert kind.__mro__[2] in (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                FloatingPointError,
+                ImportError,
+            ) or issubclass(kind, (OSError, TimeoutError))
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (["cpu:0", "cpu:0"], "stands twice"),
+        (["cpu:99"], "no device 'cpu:99'"),
+        (["tpu:0"], "no device 'tpu:0'"),
+        (["nonsense"], "no device 'nonsense'"),
+        ([], "names no device"),
+        ("cpu:0", "single device"),
+        ([3], "is not a device"),
+    ],
+)
+def test_devices_that_do_not_fit(devices, words):
+    with pytest.raises(mirrored.DeviceError, match=words):
+        mirrored.MirroredStrategy(devices)
+
+
+def test_devices_by_every_name():
+    names = ["cpu:2", "/cpu:1", "/device:CPU:0", jax.devices()[4]]
+    strategy = mirrored.MirroredStrategy(names)
+    assert [device.id for device in strategy.devices] == [2, 1, 0, 4]
+    assert mirrored.MirroredStrategy().num_replicas_in_sync == 8
+    assert mirrored.OneDeviceStrategy().num_replicas_in_sync == 1
+    assert mirrored.MultiWorkerMirroredStrategy().num_replicas_in_sync == 8
+    assert mirrored.Strategy.__abstractmethods__ == {"placement"}
+
+
+def test_strategies_are_not_copied(two):
+    with pytest.raises(ValueError, match="pickled or copied"):
+        pickle.dumps(two)
+
+
+def test_devices_outside_the_list_are_never_touched():
+    program = """
+import mirrored, mirrored.testing
+mirrored.testing.use_cpu_devices(4)
+import jax, optax, numpy as np
+strategy = mirrored.MirroredStrategy(["cpu:1", "cpu:2"])
+with strategy.scope():
+    v = mirrored.Variable(np.ones(3, "f"))
+    optimizer = mirrored.Optimizer(optax.adam(0.1))
+@mirrored.function
+def step(x):
+    def replica_function(x):
+        loss, gradient = mirrored.value_and_grad(lambda: mirrored.mean((x * v).sum(axis=1)), v)
+        optimizer.apply_gradients([(gradient, v)])
+        return loss
+    return strategy.run(replica_function, (x,))
+for batch in strategy.distribute_dataset(np.ones((7, 3), "f"), batch_size=4):
+    step(batch)
+used = {device.id for array in jax.live_arrays() for device in array.devices()}
+assert used <= {1, 2}, used
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_use_cpu_devices_too_late():
+    with pytest.raises(RuntimeError, match="after JAX had started"):
+        mirrored.testing.use_cpu_devices(3)
+    with pytest.raises(ValueError, match="positive integer"):
+        mirrored.testing.use_cpu_devices(0)
+    mirrored.testing.use_cpu_devices(8)
