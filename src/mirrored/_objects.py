@@ -160,9 +160,11 @@ class Held:
             return [], []
         if placement is not None:
             mirrored = placement.mirrored
-            for number, array in enumerate(taken.arrays):
-                if array.sharding is not mirrored and array.sharding != mirrored:
-                    taken.write({number: placement.mirror(array)})
+            # No name may hold an array here: held by somebody, it would not be donated.
+            shardings = [array.sharding for array in taken.arrays]
+            for number, sharding in enumerate(shardings):
+                if sharding is not mirrored and sharding != mirrored:
+                    taken.write({number: placement.mirror(taken.arrays[number])})
         donated = [
             jax.numpy.copy(taken.arrays[number])
             if taken.is_shared(number)

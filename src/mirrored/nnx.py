@@ -215,7 +215,9 @@ class _TakenObjects(_objects.Taken):
         self._watched: list[tuple[Any, list[int], list[Any]]] = []
         self.can_be_cached = self._one_each and self._watch(objects)
         if self.can_be_cached:
-            self._held = [weakref.ref(thing, lambda _: _cache.pop(key, None)) for thing in objects]
+            # Bound here: modules may be gone when the interpreter ends.
+            forget = _cache.pop
+            self._held = [weakref.ref(thing, lambda _: forget(key, None)) for thing in objects]
         avals = tuple((array.shape, array.dtype) for array in self.arrays)
         full = (self.graphdef, self._structure, avals)
         self.signature: Hashable = _shapes.setdefault(full, _Shape())
@@ -233,8 +235,8 @@ class _TakenObjects(_objects.Taken):
         elif isinstance(thing, tuple):
             return all([self._watch(part) for part in thing])
         else:
-            # What is neither a pytree nor a graph node is a static attribute.
-            return jax.tree_util.all_leaves([thing])
+            # What is no pytree, or an empty one (None, say), is a static attribute.
+            return jax.tree_util.all_leaves([thing]) or not jax.tree.leaves(thing)
         parts = list(container if isinstance(container, list) else container.values())
         if any(container is other for other, _, _ in self._watched):
             return True
