@@ -108,7 +108,9 @@ def main():
     random = np.random.default_rng(0)
     shape = (replica_count, 4, 32)
     x, y = (
-        jax.device_put(jnp.asarray(random.normal(size=shape), jnp.float32), strategy.placement.split)
+        jax.device_put(
+            jnp.asarray(random.normal(size=shape), jnp.float32), strategy.placement.split
+        )
         for _ in range(2)
     )
     peers = {

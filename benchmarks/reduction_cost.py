@@ -78,8 +78,9 @@ def main():
         print(f"R = {replica_count}")
         for name, values in times.items():
             median, memory = statistics.median(values), peers[name][1]
+            share = memory / peers["all-reduce"][1]
             print(
-                f"  {median / base:5.2f} x time, {memory / peers['all-reduce'][1]:6.3f} x optimizer "
+                f"  {median / base:5.2f} x time, {share:6.3f} x optimizer "
                 f"memory  {name} ({median * 1e3:.2f} ms, {memory / 2**20:.2f} MiB a device)"
             )
 

@@ -20,6 +20,7 @@ class Model(nnx.Module):
         self.second = nnx.Linear(64, 3, rngs=rngs)
 
     def __call__(self, x):
+        """Returns the logits."""
         return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
 
 

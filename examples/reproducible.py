@@ -19,9 +19,7 @@ def train(device_count, shard_state=False):
     def loss_fn(x, y):
         return mirrored.mean((jnp.tanh(x @ weights + bias)[:, 0] - y) ** 2)
 
-    value_and_grad = mirrored.reproducible_value_and_grad(
-        loss_fn, [weights, bias], micro_shards=8
-    )
+    value_and_grad = mirrored.reproducible_value_and_grad(loss_fn, [weights, bias], micro_shards=8)
 
     def train_step(batch):
         loss, gradients = value_and_grad(*batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import equinox
@@ -32,7 +33,7 @@ def alone(tx, rows):
     parameters, state = PARAMETERS, tx.init(PARAMETERS)
     losses = []
     for x in batches(rows):
-        loss, gradients = jax.value_and_grad(lambda p: per_example(p, x).mean())(parameters)
+        loss, gradients = jax.value_and_grad(lambda p, x=x: per_example(p, x).mean())(parameters)
         updates, state = tx.update(gradients, state, parameters)
         parameters = optax.apply_updates(parameters, updates)
         losses.append(float(loss))
@@ -40,7 +41,9 @@ def alone(tx, rows):
 
 
 def assert_close(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected
+    )
 
 
 TRANSFORMATIONS = {
@@ -134,9 +137,7 @@ def test_equinox(rows):
     for x, whole in zip(strategy.distribute_dataset(data.reshape(-1, 2), batch_size=rows), data):
         (model, state), _ = strategy.run(train_step, args=(model, state, x))
         (other, other_state), _ = train_step_alone(other, other_state, whole, loss_fn, tx)
-    assert_close(
-        equinox.filter(model, equinox.is_array), equinox.filter(other, equinox.is_array)
-    )
+    assert_close(equinox.filter(model, equinox.is_array), equinox.filter(other, equinox.is_array))
 
 
 def train_step_alone(model, state, x, loss_fn, tx):
@@ -215,8 +216,6 @@ def test_claims_that_do_not_hold_are_refused(two):
 
 def rebound(function, names):
     """The function with the lists it closes over replaced."""
-    import types
-
     cells = tuple(
         types.CellType(names.get(name, cell.cell_contents))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
@@ -261,7 +260,13 @@ OPERATIONS = [
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(range(len(OPERATIONS))), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(range(len(OPERATIONS))), st.integers(0, 3), st.integers(0, 3)),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_what_is_accepted_is_equal_on_all_replicas(program):
     """Whatever as_mirrored accepts is the same on both replicas, in value."""
     two = make_strategy(2)

@@ -88,7 +88,9 @@ def compiled(how, strategy, step=train_step):
 
 
 def assert_close(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected
+    )
 
 
 @pytest.mark.parametrize("how", ["eager", "function", "nnx.jit"])
@@ -251,7 +253,9 @@ def test_metrics_count_every_row_once(replica_count, rows):
         metrics.update(loss=loss, logits=logits, labels=labels, mask=mask)
 
     for _ in range(2):
-        strategy.run(update, args=(metrics, per_replica_batch(replica_count, values, logits, labels)))
+        strategy.run(
+            update, args=(metrics, per_replica_batch(replica_count, values, logits, labels))
+        )
     expected = float((logits.argmax(-1) == labels).mean())
     results = metrics.compute()
     assert float(results["loss"]) == pytest.approx(values.mean())
@@ -308,7 +312,11 @@ def test_dropout_differs_by_replica_and_step_and_its_state_stays_mirrored(two):
     def drop(dropout, x):
         return two.run(lambda d, x: d(x), args=(dropout, x))
 
-    masks = [np.asarray(part) for _ in range(2) for part in two.local_results(drop(dropout, jnp.ones(64)))]
+    masks = [
+        np.asarray(part)
+        for _ in range(2)
+        for part in two.local_results(drop(dropout, jnp.ones(64)))
+    ]
     assert len({mask.tobytes() for mask in masks}) == 4
     assert int(dropout.rngs.count[...]) == 2
     assert jax.random.key_data(dropout.rngs.key[...]).tolist() == key
@@ -426,3 +434,21 @@ def test_debug_mode_runs_the_same_program(two):
         for number in range(3):
             two.run(train_step, args=(model, optimizer, per_replica_batch(2, x[number], y[number])))
     assert_close(weights(model), hand_written(8, optax.adam(1e-2))[1])
+
+
+def test_arrays_nobody_kept_are_donated(two, monkeypatch):
+    with two.scope():
+        model = Mlp(nnx.Rngs(0))
+        optimizer = mirrored.nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    step = compiled("function", two)
+    x, y = data(8)
+    batch = per_replica_batch(2, x[0], y[0])
+    step(model, optimizer, batch)
+    copied = []
+    original = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda array: copied.append(array.shape) or original(array))
+    step(model, optimizer, batch)
+    assert copied == []
+    kept = model.first.kernel[...]
+    step(model, optimizer, batch)
+    assert copied == [kept.shape]

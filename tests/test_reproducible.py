@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -23,7 +24,7 @@ def mlp_parameters(random):
     sizes = [20, 33, 17, 5]
     return [
         (random.normal(size=(a, b)).astype(np.float32) / 4, np.zeros(b, np.float32))
-        for a, b in zip(sizes, sizes[1:])
+        for a, b in itertools.pairwise(sizes)
     ]
 
 
@@ -58,9 +59,7 @@ def train(replica_count, model, make_parameters, *, dropout):
             key = mirrored.get_replica_context().random_key(7)
             x = x * jax.random.bernoulli(key, 0.8, x.shape)
         return mirrored.mean(
-            optax.softmax_cross_entropy_with_integer_labels(
-                model(read(variables), x), y
-            )
+            optax.softmax_cross_entropy_with_integer_labels(model(read(variables), x), y)
         )
 
     def read(nest):
@@ -76,7 +75,10 @@ def train(replica_count, model, make_parameters, *, dropout):
         return loss
 
     program = mirrored.function(lambda x, y: strategy.run(step, args=(x, y)))
-    split = lambda array: mirrored.PerReplica(np.split(array, replica_count))
+
+    def split(array):
+        return mirrored.PerReplica(np.split(array, replica_count))
+
     losses = [np.asarray(program(split(x), split(y))) for x, y in zip(data, labels)]
     return [*losses, *(leaf.numpy() for leaf in leaves)]
 
@@ -104,7 +106,9 @@ def test_the_gradient_is_that_of_the_whole_batch(two):
     loss, gradients = two.run(step, args=(parameters, split))
     whole_loss, whole = jax.value_and_grad(loss_fn)(parameters, x)
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, whole)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, whole
+    )
 
 
 @pytest.mark.parametrize("replica_count", [1, 2, 4, 8])
@@ -132,7 +136,7 @@ def test_what_does_not_divide_is_refused():
     with pytest.raises(mirrored.ArgumentError, match="micro_shards=6"):
         mirrored.reproducible_value_and_grad(lambda x: x, micro_shards=6)
     step = mirrored.reproducible_value_and_grad(lambda w, x: (w * x).mean(), micro_shards=4)
-    with pytest.raises(mirrored.ArgumentError, match="4 micro-shards.*3 replicas"):
+    with pytest.raises(mirrored.ArgumentError, match=r"4 micro-shards.*3 replicas"):
         make_strategy(3).run(step, args=(1.0, mirrored.PerReplica([np.ones(4)] * 3)))
     with pytest.raises(mirrored.ArgumentError, match="3 rows"):
         make_strategy(2).run(step, args=(1.0, mirrored.PerReplica([np.ones(3)] * 2)))

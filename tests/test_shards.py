@@ -49,7 +49,9 @@ def train(strategy, tx, *, steps=4, **options):
 
     def step(target):
         def loss_fn():
-            total = sum((variable * variable).sum() * (i + 1) for i, variable in enumerate(variables))
+            total = sum(
+                (variable * variable).sum() * (i + 1) for i, variable in enumerate(variables)
+            )
             return jnp.mean((jnp.tanh(total / 50) - target) ** 2 + variables[1][0] * target)
 
         _, gradients = mirrored.value_and_grad(loss_fn, variables, reduce=False)
@@ -92,7 +94,12 @@ def test_memory_of_the_state_is_divided():
         weight = mirrored.Variable(jnp.zeros((64, 32)))
         optimizer = mirrored.Optimizer(optax.adam(1e-3), shard_state=True)
     optimizer.build([weight])
-    arrays = [v.storage for v in jax.tree.leaves(optimizer.state, is_leaf=lambda v: isinstance(v, mirrored.Variable))]
+    arrays = [
+        v.storage
+        for v in jax.tree.leaves(
+            optimizer.state, is_leaf=lambda v: isinstance(v, mirrored.Variable)
+        )
+    ]
     per_device = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     assert per_device == 2 * 64 * 32 * 4 // 8 + 4
 
@@ -113,7 +120,11 @@ def test_reduced_gradients_and_gradients_from_outside(two):
     gradient = jnp.array([2.0, 2.0, 4.0])
     optimizer.apply_gradients([(gradient, weight)])
     assert weight.numpy().tolist() == [0.0, 1.0, 1.0]
-    two.run(lambda: optimizer.apply_gradients([(mirrored.get_replica_context().all_reduce("mean", gradient), weight)]))
+    two.run(
+        lambda: optimizer.apply_gradients(
+            [(mirrored.get_replica_context().all_reduce("mean", gradient), weight)]
+        )
+    )
     assert weight.numpy().tolist() == [-1.5, -0.5, -2.0]
 
 
@@ -139,10 +150,10 @@ def test_gradients_reduced_in_bfloat16(two):
                 optax.sgd(1.0), communication_dtype=jnp.bfloat16, **options
             )
 
-        def step(x):
+        def step(x, optimizer=optimizer, weight=weight):
             optimizer.apply_gradients([(x, weight)])
 
-        program = mirrored.function(lambda x: two.run(step, args=(x,)))
+        program = mirrored.function(lambda x, step=step: two.run(step, args=(x,)))
         program(gradient)
         # 1.001 and 3.001 are 1 and 3 in bfloat16.
         assert weight.numpy().tolist() == [-2.0, -3.0]

@@ -24,12 +24,12 @@ from mirrored._errors import (
     VariableError,
 )
 from mirrored._gradients import grad, mean, value_and_grad
+from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._program import Function, function
 from mirrored._progress import progress
-from mirrored._objects import add_adapter
-from mirrored._reproducible import reproducible_value_and_grad
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
+from mirrored._reproducible import reproducible_value_and_grad
 from mirrored._sparse import IndexedSlices
 from mirrored._strategy import (
     MirroredStrategy,

@@ -243,9 +243,7 @@ def in_place_of(variables: list[Variable], values: list[Any]) -> Any:
     return _context.entered(differentiated=together)
 
 
-def _of_variables(
-    loss_fn: Callable[[], Any], variables: Any, has_aux: bool, reduce: bool
-) -> Any:
+def _of_variables(loss_fn: Callable[[], Any], variables: Any, has_aux: bool, reduce: bool) -> Any:
     leaves, structure = flatten_variables(variables)
 
     def of_values(values: list[Any]) -> Any:
@@ -327,9 +325,7 @@ def reduce_gradients(
     """
     leaves, structure = jax.tree.flatten(gradients)
     if dtype is not None or reproducible:
-        return structure.unflatten(
-            _reduced_as_asked(leaves, op, communicator, dtype, reproducible)
-        )
+        return structure.unflatten(_reduced_as_asked(leaves, op, communicator, dtype, reproducible))
     components = [(jnp.asarray(leaf), None) for leaf in leaves]
     axes = [None] * len(leaves)
     return structure.unflatten(reduce_components(op, components, axes, communicator))

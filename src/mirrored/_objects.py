@@ -22,7 +22,7 @@ from mirrored._claims import Claim
 from mirrored._errors import ContextError
 from mirrored._placement import Placement
 from mirrored._replica import ReplicaContext, get_replica_context
-from mirrored._values import PerReplica, is_leaf, is_object_leaf
+from mirrored._values import is_leaf, is_object_leaf
 
 _ADAPTERS: dict[str, str] = {}
 _KINDS: dict[type, Adapter] = {}

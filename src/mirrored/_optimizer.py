@@ -18,15 +18,8 @@ from mirrored._errors import ArgumentError, OwnershipError
 from mirrored._finite import finite_flags, raise_if_not_finite
 from mirrored._gradients import reduce_gradients
 from mirrored._placement import Placement, default_placement
-from mirrored._shards import (
-    Shard,
-    ShardedUpdate,
-    as_rows,
-    gather_whole,
-    own_shard,
-    reduced_shards,
-    shard_flags,
-)
+from mirrored._sharded_state import StateShards, component
+from mirrored._shards import reduced_shards, shard_flags
 from mirrored._sparse import IndexedSlices, all_reduce_slices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
@@ -98,7 +91,7 @@ class Optimizer:
             )
         self._reproducible = reduction == "reproducible"
         self._dtype = communication_dtype
-        self._shards = _StateShards(tx) if shard_state else None
+        self._shards = StateShards(tx) if shard_state else None
         if shard_state and self._reproducible:
             raise ArgumentError(
                 fact='Optimizer was given shard_state=True and reduction="reproducible".',
@@ -333,7 +326,9 @@ class Optimizer:
         parts = reduced_shards(dense, communicator, mean=mean, dtype=self._dtype)
         with _context.entered(merging=True):
             values = [variable.read(lend=False) for variable in variables]
-            state = [_component(leaf) for leaf in jax.tree.leaves(self._state, is_leaf=is_object_leaf)]
+            state = [
+                component(leaf) for leaf in jax.tree.leaves(self._state, is_leaf=is_object_leaf)
+            ]
         flags = shard_flags(parts, communicator) if self._check_finite else None
         new_values, new_state = self._shards.update(parts, state, values, communicator, flags)
         with _context.entered(merging=True):
@@ -404,76 +399,6 @@ class Optimizer:
     def _check(self, variables: list[Variable]) -> Callable[[Any], None]:
         names = [f"the gradient of variable {variable.name!r}" for variable in variables]
         return raise_if_not_finite(names, f"optimizer {self.name!r}")
-
-
-@final
-class _StateShards:
-    """The state of a transformation, divided between replicas as far as it can be."""
-
-    def __init__(self, tx: Any) -> None:
-        self._tx = tx
-        self._sharded: ShardedUpdate | None = None
-
-    def build(self, values: list[Any], placement: Placement, name: str) -> Any:
-        """Makes the state's variables: components where divided, mirrored otherwise."""
-        sharded = self._sharded = ShardedUpdate(self._tx, values)
-        count = placement.replica_count
-
-        def init(values: list[Any]) -> list[Any]:
-            leaves = jax.tree.leaves(self._tx.init(values))
-            return [
-                as_rows(leaf, count) if divided else leaf
-                for leaf, divided in zip(leaves, sharded.is_divided, strict=True)
-            ]
-
-        shardings = [
-            placement.split if divided else placement.mirrored for divided in sharded.is_divided
-        ]
-        leaves = jax.jit(init, out_shardings=shardings)(values)
-        example = jax.eval_shape(self._tx.init, values)
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(example)[0]]
-        variables = []
-        for path, leaf, divided in zip(paths, leaves, sharded.is_divided, strict=True):
-            label = f"{name}{jax.tree_util.keystr(path)}"
-            if not divided:
-                variables.append(Variable(leaf, trainable=False, name=label))
-                continue
-            variable = Variable(
-                jnp.zeros(leaf.shape[1:], leaf.dtype),
-                trainable=False,
-                name=label,
-                synchronization="on_read",
-            )
-            variable.storage = leaf
-            variables.append(variable)
-        return sharded.state_structure.unflatten(variables)
-
-    def update(
-        self, parts: list[Shard], state: list[Any], values: list[Any], communicator: Any, flags: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Runs the update on this replica's parts; returns whole values and the state."""
-        assert self._sharded is not None
-        shards = [own_shard(value, communicator) for value in values]
-        updates, new_state = self._sharded(parts, state, shards, communicator)
-        new = optax.apply_updates(
-            [shard.values for shard in shards], [update.values for update in updates]
-        )
-        if flags is not None:
-            fine = jnp.all(flags)
-            new = [
-                jnp.where(fine, value, shard.values) for value, shard in zip(new, shards, strict=True)
-            ]
-            new_state = [
-                jnp.where(fine, value, old) for value, old in zip(new_state, state, strict=True)
-            ]
-        whole = [Shard(value, shard.shape) for value, shard in zip(new, shards, strict=True)]
-        return gather_whole(whole, communicator), new_state
-
-
-def _component(variable: Variable) -> Any:
-    """Reads the stored value, or this replica's component of a divided one."""
-    with _context.entered(merging=not variable.on_read):
-        return variable.read(lend=False)
 
 
 def _strategy_of(optimizer: Any, variable: Variable) -> Any:

@@ -220,9 +220,7 @@ class _Compiled:
         self._places = [place for place, leaf in enumerate(leaves) if is_array_like(leaf)]
         while True:
             try:
-                jaxpr, variables, outline = _trace(
-                    function, treedef, leaves, self._places, objects
-                )
+                jaxpr, variables, outline = _trace(function, treedef, leaves, self._places, objects)
             except _context.RetraceWith as request:
                 request.prepare()
                 continue

@@ -25,14 +25,18 @@ from mirrored._collectives import Communicator
 from mirrored._errors import ArgumentError
 from mirrored._types import ReduceOp
 
-_ELEMENTWISE = frozenset(
-    """abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
-    ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
-    not optimization_barrier or pow pvary pcast real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor""".split()
-)
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
+    "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log",
+    "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "optimization_barrier", "or", "pow", "pvary", "pcast", "real", "reduce_precision", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+))
+# fmt: on
 _LOOPS = ("scan", "while")
 _REDUCTIONS = {
     "reduce_sum": (ReduceOp.SUM, 0),
@@ -157,7 +161,7 @@ class ShardedUpdate:
             updates, new_state = tx.update(gradients, state, values)
             new_structure = jax.tree.structure(new_state)
             if new_structure != self.state_structure:
-                raise _refusal("changes the structure of its state")
+                raise _refusal(what="changes the structure of its state")
             return updates, new_state
 
         self._jaxpr = jax.make_jaxpr(update)(shapes, state, shapes)
@@ -215,15 +219,18 @@ def _divided(jaxpr: Any, inputs: list[bool]) -> list[bool]:
             results = [False] * len(equation.outvars)
         elif name == "cond":
             if flags[0]:
-                raise _refusal("branches on a divided array")
-            branches = [_divided(_compat.open_program(branch), flags[1:]) for branch in equation.params["branches"]]
+                raise _refusal(what="branches on a divided array")
+            branches = [
+                _divided(_compat.open_program(branch), flags[1:])
+                for branch in equation.params["branches"]
+            ]
             results = [any(column) for column in zip(*branches, strict=True)]
         elif name in _ELEMENTWISE or _keeps_shape(equation):
             results = [True] * len(equation.outvars)
         elif name in _REDUCTIONS and _reduces_all(equation):
             results = [False]
         elif _called(equation) is None or name in _LOOPS:
-            raise _refusal(f"uses {name!r} across the elements of an array")
+            raise _refusal(what=f"uses {name!r} across the elements of an array")
         else:
             results = _divided(_compat.open_program(_called(equation)), flags)
         known.update(zip(equation.outvars, results, strict=True))
@@ -240,7 +247,7 @@ def _reduces_all(equation: Any) -> bool:
     return len(equation.params["axes"]) == len(equation.invars[0].aval.shape)
 
 
-def _refusal(what: str) -> ArgumentError:
+def _refusal(*, what: str) -> ArgumentError:
     return ArgumentError(
         fact=f"the optimizer's transformation {what}, which a replica that keeps only its part of "
         "the state cannot do.",
@@ -270,7 +277,7 @@ class _Evaluation:
 
         def of(atom: Any) -> Any:
             if isinstance(atom, Literal):
-                return jnp.asarray(atom.val, atom.aval.dtype)
+                return jnp.asarray(atom.val, getattr(atom.aval, "dtype", None))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -341,7 +348,9 @@ class _Evaluation:
                     array if shape is None else Shard(array, shape)
                     for array, shape in zip(arrays, shapes, strict=True)
                 ]
-                results = self.jaxpr(_compat.open_program(branch), getattr(branch, "consts", ()), operands)
+                results = self.jaxpr(
+                    _compat.open_program(branch), getattr(branch, "consts", ()), operands
+                )
                 return [
                     self._communicator.own(self.as_shard(result).values) if flag else result
                     for result, flag in zip(results, out_flags, strict=True)

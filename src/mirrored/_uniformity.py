@@ -170,8 +170,10 @@ def _is_source(equation: Any) -> bool:
     name = equation.primitive.name
     if name in _CASTS:
         return False
-    return name.startswith(_HOST) or name.endswith("callback") or any(
-        _names_axis(parameter) for parameter in equation.params.values()
+    return (
+        name.startswith(_HOST)
+        or name.endswith("callback")
+        or any(_names_axis(parameter) for parameter in equation.params.values())
     )
 
 
