@@ -6,12 +6,13 @@ ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lock clean
+.PHONY: help setup demo test check chaos format lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
 	@echo "make test    all checks, then all tests; ARGS='-k name' goes to pytest"
 	@echo "make check   ruff, format, pyright and the layers"
+	@echo "make chaos   50 seeded runs whose workers are killed, stopped and preempted (20 minutes)"
 	@echo "make format  let ruff format the files and mend what it can"
 	@echo "make setup   make or refresh .venv (the others do it too)"
 	@echo "make lock    write requirements/ anew after a change of dependencies"
@@ -28,6 +29,9 @@ check: setup
 
 test: check
 	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+chaos: setup
+	@$(VENV_PYTHON) tests/multiprocess/chaos.py $(ARGS)
 
 format: setup
 	@$(VENV_PYTHON) -m ruff check --quiet --fix . ; $(VENV_PYTHON) -m ruff format .

@@ -244,6 +244,56 @@ def test_batches_taken_are_freed(two, prefetch):
     del _batch
 
 
+@BOTH
+def test_a_batch_is_not_kept_while_the_source_takes_its_time(two, prefetch):
+    kept = []
+    taken = threading.Event()
+    gc.collect()
+    before = len(jax.live_arrays())
+
+    def source():
+        yield np.ones(4)
+        taken.wait(5 if prefetch else 0)
+        kept.append(len(jax.live_arrays()) - before)
+        yield np.ones(4)
+
+    iterator = iter(two.distribute_dataset(source, prefetch=prefetch))
+    next(iterator)
+    taken.set()
+    next(iterator)
+    assert kept == [0]
+
+
+class OwnIterator:
+    """An iterator with workers of its own, as Grain's."""
+
+    def __init__(self):
+        self.closed = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return np.ones(4)
+
+    def close(self):
+        self.closed += 1
+
+
+@BOTH
+def test_an_iterator_made_for_the_loop_is_closed_and_another_is_not(two, prefetch):
+    made = OwnIterator()
+    own = iter(two.distribute_dataset(lambda: made, prefetch=prefetch))
+    next(own)
+    own.close()
+    assert made.closed == 1
+    given = OwnIterator()
+    own = iter(two.distribute_dataset(given, prefetch=prefetch))
+    next(own)
+    own.close()
+    assert given.closed == 0
+
+
 def run_program(body, interrupt_after=None):
     """Runs a program with a source that blocks; returns its result and how long it took."""
     program = textwrap.dedent(
@@ -326,7 +376,9 @@ def test_ctrl_c_loses_no_batch():
 def test_the_interpreter_ends_with_threads_at_work(source):
     code, out, err, _ = run_program(
         f"""
-        iterators = [iter(strategy.distribute_dataset({source})) for _ in range(3)]
+        # With so much read ahead the threads are in the middle of JAX at the end.
+        data = strategy.distribute_dataset({source}, prefetch=500)
+        iterators = [iter(data) for _ in range(3)]
         for iterator in iterators:
             next(iterator)
         print("end")

@@ -88,7 +88,9 @@ def test_importing_is_light():
 
 
 def test_every_error_is_a_builtin_too_and_survives_pickling():
-    kinds = [thing for name in mirrored.__all__ if isinstance(thing := getattr(mirrored, name), type)]
+    kinds = [
+        thing for name in mirrored.__all__ if isinstance(thing := getattr(mirrored, name), type)
+    ]
     kinds = [kind for kind in kinds if issubclass(kind, mirrored.MirroredError)]
     assert len(kinds) > 10
     for kind in kinds:

@@ -5,11 +5,14 @@ The public API, and nothing else.
 
 from mirrored._accumulation import accumulated_value_and_grad
 from mirrored._claims import as_mirrored
+from mirrored._cluster import Cluster
 from mirrored._context import add_companion, has_strategy
 from mirrored._data import DistributedDataset, InputContext
 from mirrored._errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
+    ClusterError,
     ContextError,
     DataError,
     DeviceError,
@@ -22,6 +25,7 @@ from mirrored._errors import (
     ShapeError,
     TracingError,
     VariableError,
+    WorkerError,
 )
 from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
@@ -54,6 +58,9 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CheckpointError",
+    "Cluster",
+    "ClusterError",
     "ContextError",
     "DataError",
     "DeviceError",
@@ -82,6 +89,7 @@ __all__ = [
     "VariableAggregation",
     "VariableError",
     "VariableSynchronization",
+    "WorkerError",
     "__version__",
     "accumulated_value_and_grad",
     "as_mirrored",

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import clusters as _clusters
 from jax._src import core as _jax_core
+from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.sharding import AxisType
@@ -53,8 +55,7 @@ def current_trace() -> Any:
 
 def is_typed_key(value: Any) -> bool:
     """Says whether ``value`` is an array of new-style random keys."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def no_trace_is_open() -> bool:
@@ -104,3 +105,49 @@ def scan_operand_counts(params: Any) -> tuple[int, int]:
 def open_program(program: Any) -> Any:
     """The equations' holder of a traced (sub)program, which older JAX wraps once more."""
     return getattr(program, "jaxpr", program)
+
+
+# --- several processes ----------------------------------------------------------
+
+
+def detect_cluster(timeout: float) -> tuple[str, str, int, int, tuple[int, ...] | None] | None:
+    """Asks JAX whether Slurm, Open MPI, Kubernetes or Cloud TPU started this process.
+
+    Returns:
+      (who, coordinator address, process count, process id, local device ids), or None.
+    """
+    found = next(
+        (
+            environment
+            for environment in _clusters.ClusterEnv._cluster_types  # noqa: SLF001
+            if not environment.opt_in_only_method and environment.is_env_present()
+        ),
+        None,
+    )
+    if found is None:
+        return None
+    address, count, number, local = found.auto_detect_unset_distributed_params(
+        None, None, None, None, found.name, max(1, int(timeout))
+    )
+    if address is None or count is None or number is None:
+        return None
+    return found.name, address, int(count), int(number), None if local is None else tuple(local)
+
+
+def coordination_client() -> Any:
+    """Returns the client of JAX's coordination service; None in a single process."""
+    return _distributed.global_state.client
+
+
+def distributed_runtime() -> tuple[str, int, int]:
+    """Returns (coordinator address, process count, process id) of jax.distributed."""
+    state = _distributed.global_state
+    return str(state.coordinator_address), state.num_processes, state.process_id
+
+
+def start_preemption_service() -> None:
+    """Lets SIGTERM be answered by ``reached_preemption_sync_point`` instead of death."""
+    state = _distributed.global_state
+    if state.preemption_sync_manager is None:
+        jax.config.update("jax_enable_preemption_service", True)
+        state.initialize_preemption_sync_manager()

@@ -75,8 +75,29 @@ class DistributedDataset:
     Made by ``strategy.distribute_dataset``. Each ``for`` loop over it is an epoch. An
     element has the structure of the source's batches, with a PerReplica for each array:
     consecutive pieces of ceil(n/R) rows, the last ones shorter or empty, kept padded to
-    one length together with the number of real rows. All iterators together share the epoch
-    count, which decides the order of shuffled arrays.
+    one length together with the number of real rows.
+
+    Sources are arrays or nests of arrays with ``batch_size``, or anything that yields
+    global batches: lists, functions that return generators, Grain and ``tf.data`` data
+    sets, torch and Keras loaders. A generator or another iterator can be read once.
+
+    What ``remainder`` makes of batches that do not split evenly:
+
+    - ``"pad"``: every row is there exactly once; replicas are padded where they differ.
+    - ``"drop"``: the last batch is left out if it is shorter than the others (shorter
+      than ``batch_size``, or than the source's first batch). Nothing else is: full
+      batches that do not split evenly are padded, and a source whose batches differ in
+      size before the last one is refused.
+    - ``"error"``: a batch whose rows are no multiple of the number of replicas is refused.
+
+    With ``shuffle``, arrays have another order in each epoch, which depends on ``seed``
+    and the epoch only, not on the number of replicas. 64-bit numbers become what JAX
+    keeps of them, but integers that would change are refused.
+
+    ``get_state`` and ``set_state`` save and restore the position. In several processes
+    each reads every batch of the source and keeps the rows of its replicas, so all must
+    see the same batches; of ``distribute_datasets_from_function`` each reads its own,
+    and all must yield as many.
 
     >>> import numpy as np
     >>> import mirrored

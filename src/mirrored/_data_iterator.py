@@ -58,6 +58,8 @@ class Pipeline:
                 self.element_spec = spec_of(batch)
             number += 1
             yield batch, saved
+            # While the source takes its time, a batch that was taken is not kept here.
+            del batch
         if number == 0:
             raise self._empty()
 

@@ -190,6 +190,7 @@ class PieceSource(StepSource):
 
     def read(self, start: Start) -> Iterator[tuple[list[HostBatch], dict[str, Any]]]:
         """Yields as many consecutive elements as there are local replicas."""
+        self._rows = (start.saved or {}).get("rows", self._rows)
         with self._elements.opened(start, each=self._replicas) as cursor:
             for number in itertools.count(start.batch):
                 pieces = [
@@ -210,9 +211,10 @@ class PieceSource(StepSource):
                         hint="leave empty batches out in the source.",
                     )
                 if self._rows is None:
+                    # In several processes every piece is padded to this, see BatchPlacer.stack.
                     self._rows = pieces[0].row_count
                     self.global_batch_size = total * self._processes
-                yield pieces, cursor.state(pieces[-1])
+                yield pieces, {"rows": self._rows, **cursor.state(pieces[-1])}
 
     def place(self, placer: BatchPlacer, step: list[HostBatch], number: int) -> Any:
         """Puts one batch on each local replica."""

@@ -75,5 +75,17 @@ class DataError(MirroredError, ValueError):
     """A source of data that cannot be split over replicas as it is."""
 
 
+class ClusterError(MirroredError, RuntimeError):
+    """A description of a cluster that makes no sense, or workers that did not come."""
+
+
+class WorkerError(MirroredError, RuntimeError):
+    """Another worker died, stopped or failed, or did not come where it was waited for."""
+
+
+class CheckpointError(MirroredError, ValueError):
+    """A checkpoint that does not exist, is damaged, or does not fit the program."""
+
+
 class MissingDependencyError(MirroredError, ImportError):
     """An optional dependency that is not installed."""

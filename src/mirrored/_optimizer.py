@@ -104,6 +104,7 @@ class Optimizer:
         self._placement: Placement | None = context.placement
         self._variables: list[Variable] | None = None
         self._state: Any = None
+        self._when_built: list[Callable[[], None]] = []
 
     @property
     def variables(self) -> list[Variable]:
@@ -142,6 +143,19 @@ class Optimizer:
                 state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
                 self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
         self._variables = chosen
+        waiting, self._when_built = self._when_built, []
+        for callback in waiting:
+            callback()
+
+    def when_built(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once the state exists: now, or right after ``build``.
+
+        This is how a checkpoint is restored before the first step.
+        """
+        if self._state is not None:
+            callback()
+        else:
+            self._when_built.append(callback)
 
     def _sharded(self, placement: Placement) -> bool:
         return self._shards is not None and placement.replica_count > 1

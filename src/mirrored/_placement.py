@@ -7,15 +7,17 @@ devices, in which order, and where a mirrored or a per-replica array belongs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mirrored import _compat
-from mirrored._errors import DeviceError
+from mirrored import _compat, _workers
+from mirrored._errors import DeviceError, VariableError
 
 # A jax.Device; type checkers see that name as a variable, not as a type.
 Device = Any
@@ -45,13 +47,53 @@ class Placement:
         noun = "device" if self.replica_count == 1 else "devices"
         return f"{self.owner_name} ({self.replica_count} {noun}: {shown}{more})"
 
-    def mirror(self, value: Any) -> jax.Array:
-        """Puts an equal copy of ``value`` on every device; never aliases the input."""
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some of the devices belong to other processes."""
+        return len(self.local_replica_ids) < self.replica_count
+
+    def mirror(self, value: Any, what: str = "a value", *, must_agree: bool = False) -> jax.Array:
+        """Puts an equal copy of ``value`` on every device; never aliases the input.
+
+        Over several processes worker 0's value is taken; with ``must_agree`` another
+        worker that has another value raises.
+        """
         if isinstance(value, jax.Array) and value.sharding == self.mirrored:
             return jax.numpy.copy(value)
+        if self.spans_processes:
+            return self._mirror_over_processes(value, what, must_agree)
+        if isinstance(value, np.ndarray):
+            # XLA's CPU client may use aligned host memory as it is, whatever may_alias says.
+            value = value.copy()
         # may_alias=False: the result is donated to training steps later, and a
         # caller's own array must not disappear with it.
         return jax.device_put(value, self.mirrored, may_alias=False)
+
+    def _mirror_over_processes(self, value: Any, what: str, must_agree: bool) -> jax.Array:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.device_put(value, self.mirrored)
+        if _compat.is_typed_key(value):
+            data = self._mirror_over_processes(jax.random.key_data(value), what, must_agree)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        workers = _workers.connected()
+        own = np.asarray(value)
+        agreed = own if workers is None else workers.broadcast(own, what)
+        if must_agree and own.tobytes() != agreed.tobytes():
+            raise VariableError(
+                fact=f"{what} was given {own} on this worker and {agreed} on worker 0.",
+                expected="the same value on every worker.",
+                hint="compute it from values that all workers have, or reduce it first.",
+            )
+        return self.lift(agreed)
+
+    def lift(self, value: Any) -> jax.Array:
+        """Puts a value that every process has on every device, without comparing them."""
+        array = np.array(value)
+        shards = [
+            jax.device_put(array, self.devices[index], may_alias=False)
+            for index in self.local_replica_ids
+        ]
+        return jax.make_array_from_single_device_arrays(array.shape, self.mirrored, shards)
 
     def stack(self, components: Sequence[Any]) -> jax.Array:
         """Places one equally shaped component on each device, as one array (R, ...)."""
@@ -82,6 +124,25 @@ def device_name(device: Device) -> str:
 def accelerators_or_cpus() -> list[Device]:
     """Lists this process's accelerators, or its CPU devices where there are none."""
     return jax.local_devices()
+
+
+def cpu_environment(count: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that make a process show ``count`` virtual CPU devices.
+
+    They also give XLA's CPU thread pool enough threads: with fewer than two a device,
+    programs with collectives hang.
+    """
+    flag = "--xla_force_host_platform_device_count"
+    flags = re.sub(rf"{flag}=\d+", "", environment.get("XLA_FLAGS", "")).split()
+    threads = max(os.cpu_count() or 1, 2 * count)
+    set_before = environment.get("NPROC", "")
+    if set_before.isdigit():
+        threads = max(threads, int(set_before))
+    return {
+        "XLA_FLAGS": " ".join([*flags, f"{flag}={count}"]),
+        "NPROC": str(threads),
+        "JAX_PLATFORMS": "cpu",
+    }
 
 
 @functools.cache

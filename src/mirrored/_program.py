@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mirrored import _compat, _context, _objects
+from mirrored import _compat, _context, _objects, _workers
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
@@ -241,7 +241,7 @@ class _Compiled:
                 if sharding is None or sharding is placement.split:
                     continue
                 if leaf.committed and sharding.device_set != placement.device_set:
-                    dynamic[index] = jax.device_put(leaf, placement.mirrored)
+                    dynamic[index] = _on_all_devices(leaf, placement)
         outline = self._outline
         replaced, read = objects.arrays(outline.changed, outline.unchanged, placement)
         donated = [variable.storage for variable in outline.written]
@@ -250,6 +250,7 @@ class _Compiled:
 
     def __call__(self, leaves: list[Any], objects: _objects.Held) -> Any:
         outline = self._outline
+        _workers.pulse()
         return_lent(outline.written)
         (new_values, replaced), results, flags = self._program(*self._arguments(leaves, objects))
         objects.write(outline.changed, replaced)
@@ -258,9 +259,17 @@ class _Compiled:
         outputs = list(outline.constants)
         for place, result in zip(outline.result_places, results, strict=True):
             outputs[place] = result
-        for check, flag in zip(outline.checks, flags, strict=True):
-            check(np.asarray(flag))
+        if flags:
+            for check, flag in zip(outline.checks, flags, strict=True):
+                check(np.asarray(flag))
         return outline.out_treedef.unflatten(outputs)
+
+
+def _on_all_devices(array: jax.Array, placement: Placement) -> jax.Array:
+    if placement.spans_processes and array.is_fully_addressable:
+        # Every process passes its own, as to jax.jit; nobody compares them.
+        return placement.lift(array)
+    return jax.device_put(array, placement.mirrored)
 
 
 @final
@@ -353,7 +362,7 @@ class Programs:
         self, leaves: list[Any], treedef: Any, objects: _objects.Held
     ) -> tuple[_Compiled, Captures]:
         strategy = _context.current().strategy
-        key = (treedef, tuple(map(_signature, leaves)), id(strategy), objects.signature)
+        key = (treedef, tuple(map(_signature, leaves)), ByIdentity(strategy), objects.signature)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from mirrored import _compat
@@ -41,7 +42,7 @@ def reduce_nest(placement: Placement, op: ReduceOp, nest: Any, axis: Axes | None
     split: list[int] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, PerReplica):
-            results[index] = _reduce_plain(op, leaf, axis)
+            results[index] = _reduce_plain(placement, op, leaf, axis)
         else:
             split.append(index)
     for index in [index for index in split if _is_ragged(leaves[index])]:
@@ -57,7 +58,9 @@ def reduce_nest(placement: Placement, op: ReduceOp, nest: Any, axis: Axes | None
     return structure.unflatten(results)
 
 
-def _reduce_plain(op: ReduceOp, leaf: Any, axis: Axes | None) -> Any:
+def _reduce_plain(placement: Placement, op: ReduceOp, leaf: Any, axis: Axes | None) -> Any:
+    if placement.spans_processes and axis is None and not isinstance(leaf, jax.Array):
+        return placement.lift(_reduce_over_processes(op, np.asarray(leaf)))
     if op is ReduceOp.SUM or axis is not None:
         shown = f"axis={axis}" if op is not ReduceOp.SUM else "SUM"
         raise ArgumentError(
@@ -68,6 +71,16 @@ def _reduce_plain(op: ReduceOp, leaf: Any, axis: Axes | None) -> Any:
             "jnp.sum / jnp.mean for its own axes.",
         )
     return leaf
+
+
+def _reduce_over_processes(op: ReduceOp, value: np.ndarray) -> Any:
+    """Reduces a host value of which each process has its own."""
+    everyone = multihost_utils.process_allgather(value)
+    if op is ReduceOp.SUM:
+        return everyone.sum(axis=0, dtype=everyone.dtype)
+    if op is ReduceOp.MEAN:
+        return np.asarray(as_mean_dtype(everyone)).mean(axis=0)
+    return everyone.min(axis=0) if op is ReduceOp.MIN else everyone.max(axis=0)
 
 
 def _ready_to_reduce(placement: Placement, value: PerReplica, axis: Axes | None) -> PerReplica:
@@ -127,10 +140,13 @@ def _component_shapes(value: PerReplica) -> list[tuple[int, ...]] | None:
     if value.row_counts is None:
         return None
     rest = value.stacked.shape[2:]
-    if _compat.is_traced(value.row_counts):
+    counts = value.row_counts
+    if _compat.is_traced(counts) or (
+        isinstance(counts, jax.Array) and not counts.is_fully_addressable
+    ):
         most = value.stacked.shape[1]
         return [(most, *rest), (-1, *rest)]
-    return [(int(count), *rest) for count in np.asarray(value.row_counts)]
+    return [(int(count), *rest) for count in np.asarray(counts)]
 
 
 def _kept_shape(shape: tuple[int, ...], axis: Axes) -> tuple[int, ...]:
@@ -216,10 +232,10 @@ def _all_components(value: PerReplica) -> Sequence[Any]:
     stacked = value.stacked
     if stacked is None or _compat.is_traced(stacked) or stacked.is_fully_addressable:
         return value.components()
-    from jax.experimental import multihost_utils  # noqa: PLC0415 (only with several processes)
-
     whole = multihost_utils.process_allgather(stacked, tiled=True)
-    counts = multihost_utils.process_allgather(value.row_counts, tiled=True)
+    counts = value.row_counts
+    if isinstance(counts, jax.Array):
+        counts = multihost_utils.process_allgather(counts, tiled=True)
     return [part[:count] for part, count in zip(whole, counts, strict=True)]
 
 

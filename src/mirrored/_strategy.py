@@ -10,14 +10,15 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 
-from mirrored import _compat, _context, _debug, _objects, _replica
+from mirrored import _compat, _context, _debug, _failure, _objects, _replica
 from mirrored._captures import fingerprint
+from mirrored._cluster import Cluster
 from mirrored._collectives import reduce_components
 from mirrored._data import (
     DistributedDataset,
@@ -398,12 +399,26 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """One replica on every device of every process of the cluster.
 
-    The processes must have found each other with ``jax.distributed.initialize``
-    before; in a single process it is a MirroredStrategy over all devices.
+    Make it before anything asks JAX for devices. Who belongs to the cluster is read
+    from ``mirrored launch``, TF_CONFIG or what JAX detects (Slurm, Open MPI,
+    Kubernetes, Cloud TPU), unless ``cluster`` says so. Without any sign of a cluster
+    it is a MirroredStrategy over all devices.
+
+    Args:
+      cluster: a ``mirrored.Cluster``, or a dictionary in the form of TF_CONFIG.
+      timeout: how many seconds to wait for the other workers, here and at every later
+        wait for one of them; the error then names the absent.
+
+    >>> import mirrored
+    >>> mirrored.MultiWorkerMirroredStrategy().num_replicas_in_sync
+    8
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, cluster: Cluster | Mapping[str, Any] | None = None, *, timeout: float = 300.0
+    ) -> None:
         super().__init__()
+        _failure.join(cluster, timeout)
         # Sorted by process, so that each worker's replicas, and with them its share of
         # every batch, stand together.
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, TracingError
@@ -122,6 +123,8 @@ class PerReplica:
         if any(_compat.is_traced(part) for part in self._components):
             parts, counts = _pad_rows(self._components, jax.numpy)
             return PerReplica.from_stacked(jax.numpy.stack(parts), counts)
+        if placement.spans_processes:
+            return _placed_over_processes(self._components, placement)
         parts, counts = _pad_rows(self._components, np)
         return PerReplica.from_stacked(placement.stack(parts), counts)
 
@@ -139,7 +142,7 @@ class PerReplica:
             parts = tuple(shards[0].data)
         if self.row_counts is None:
             return parts
-        counts = np.asarray(self.row_counts)
+        counts = _local_counts(self.row_counts)
         ids = [shard.index[0].start or 0 for shard in shards]
         return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
 
@@ -242,3 +245,31 @@ def flatten(nest: Any) -> tuple[list[Any], Any]:
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
     return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)
+
+
+def _placed_over_processes(components: tuple[Any, ...], placement: Placement) -> PerReplica:
+    """Places this process's components, padded to the longest of all processes."""
+    parts = {index: np.asarray(components[index]) for index in placement.local_replica_ids}
+    own = np.zeros(placement.replica_count, np.int32)
+    for index, part in parts.items():
+        own[index] = len(part) if part.ndim else 0
+    counts = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0, dtype=np.int32)
+    if len(set(counts.tolist())) == 1:
+        return PerReplica.from_stacked(placement.stack(components))
+    longest = int(counts.max())
+    padded = list(components)
+    for index, part in parts.items():
+        rest = np.zeros((longest - len(part), *part.shape[1:]), part.dtype)
+        padded[index] = np.concatenate([part, rest])
+    return PerReplica.from_stacked(placement.stack(padded), counts)
+
+
+def _local_counts(row_counts: Any) -> dict[int, int]:
+    """Returns the row counts that this process knows, by replica."""
+    if isinstance(row_counts, jax.Array) and not row_counts.is_fully_addressable:
+        return {
+            (shard.index[0].start or 0) + offset: int(count)
+            for shard in row_counts.addressable_shards
+            for offset, count in enumerate(np.asarray(shard.data))
+        }
+    return dict(enumerate(np.asarray(row_counts).tolist()))

@@ -109,7 +109,11 @@ class Variable(NestLeaf, ReadsAsArray):
         self.dtype = value.dtype
         # The stored array: mirrored, or one component a replica (R, ...) if ON_READ. A
         # plain attribute, since programs read and replace it in every step.
-        self.storage: Any = self._spread(value) if self.on_read else self.placement.mirror(value)
+        self.storage: Any = (
+            self._spread(value)
+            if self.on_read
+            else self.placement.mirror(value, f"variable {self.name!r}")
+        )
         _LIVE[serial] = self
 
     def _check_aggregation(self, dtype: Any) -> None:
@@ -390,6 +394,9 @@ class Variable(NestLeaf, ReadsAsArray):
     def _spread(self, value: Any) -> Any:
         """Makes the stacked components whose aggregate is ``value``."""
         count = self.placement.replica_count
+        if self.placement.spans_processes and not _compat.is_traced(value):
+            # Worker 0's value, as for every variable.
+            value = np.asarray(self.placement.mirror(value, f"variable {self.name!r}"))
         shares = [self._share(jnp.asarray(value), index) for index in range(count)]
         if any(_compat.is_traced(share) for share in shares):
             return jnp.stack(shares)
@@ -409,7 +416,9 @@ class Variable(NestLeaf, ReadsAsArray):
         if not self.on_read:
             array = jnp.broadcast_to(array, self.shape)
             if isinstance(array, jax.Array) and array.sharding != wanted:
-                return self.placement.mirror(array)
+                return self.placement.mirror(
+                    array, f"assign of variable {self.name!r}", must_agree=True
+                )
             return array
         return array if array.sharding == wanted else jax.device_put(array, wanted)
 

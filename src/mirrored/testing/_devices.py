@@ -1,19 +1,17 @@
-"""Helps to test programs that use several devices on a machine that has one CPU.
+"""Virtual CPU devices for programs that use several.
 
-Owns asking XLA for virtual CPU devices, before JAX's backend starts.
+Owns asking XLA for them, before JAX's backend starts.
 """
 
 from __future__ import annotations
 
 import os
-import re
 
 import jax
 
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ContextError
-
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
+from mirrored._placement import cpu_environment
 
 
 def use_cpu_devices(count: int) -> None:
@@ -44,11 +42,5 @@ def use_cpu_devices(count: int) -> None:
             expected="the call before anything asks JAX for devices or makes an array.",
             hint="move it to the top of the program, right after the imports.",
         )
-    flags = re.sub(rf"{_COUNT_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", "")).split()
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT_FLAG}={count}"])
-    threads = max(os.cpu_count() or 1, 2 * count)
-    set_before = os.environ.get("NPROC", "")
-    if set_before.isdigit():
-        threads = max(threads, int(set_before))
-    os.environ["NPROC"] = str(threads)
+    os.environ.update(cpu_environment(count, os.environ))
     jax.config.update("jax_platforms", "cpu")

@@ -1,0 +1,118 @@
+"""Which worker am I: recorded environments of each kind of cluster."""
+
+import json
+
+import pytest
+
+import mirrored
+from mirrored._cluster import resolve_cluster
+
+WORKERS = ["10.0.0.1:1234", "10.0.0.2:1235", "10.0.0.3:1236"]
+
+
+def place(cluster):
+    return cluster.coordinator, cluster.process_count, cluster.process_id, cluster.source
+
+
+def tf_config(cluster, kind, index):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets recorded variables, and forgets those of the machine that runs the tests."""
+
+    def record(variables):
+        for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return record
+
+
+def test_tf_config():
+    found = resolve_cluster(None, 1, tf_config({"worker": WORKERS}, "worker", 2))
+    assert place(found) == ("10.0.0.1:1234", 3, 2, "TF_CONFIG")
+    with_chief = {"worker": WORKERS[1:], "chief": WORKERS[:1]}
+    assert place(resolve_cluster(None, 1, tf_config(with_chief, "chief", 0)))[2] == 0
+    assert place(resolve_cluster(None, 1, tf_config(with_chief, "worker", 1)))[2] == 2
+    given = {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 1}}
+    assert place(resolve_cluster(given, 1, {})) == ("10.0.0.1:1234", 3, 1, "cluster=")
+
+
+def test_launcher_comes_before_tf_config():
+    variables = tf_config({"worker": WORKERS}, "worker", 2) | {
+        "MIRRORED_COORDINATOR": "127.0.0.1:9999",
+        "MIRRORED_PROCESS_COUNT": "4",
+        "MIRRORED_PROCESS_ID": "3",
+    }
+    expected = ("127.0.0.1:9999", 4, 3, "mirrored launch")
+    assert place(resolve_cluster(None, 1, variables)) == expected
+
+
+def test_slurm(environment):
+    environment(
+        {
+            "SLURM_JOB_ID": "65534",
+            "SLURM_STEP_NODELIST": "node[007-009],other1",
+            "SLURM_NTASKS": "8",
+            "SLURM_PROCID": "5",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NUM_NODES": "4",
+        }
+    )
+    found = resolve_cluster(None, 1, {})
+    assert place(found) == ("node007:65534", 8, 5, "slurm")
+    assert found.local_device_ids == (1,)
+
+
+def test_open_mpi(environment):
+    environment(
+        {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        }
+    )
+    found = resolve_cluster(None, 1, {})
+    assert place(found)[1:] == (2, 1, "ompi")
+    assert found.coordinator.startswith("10.96.0.1:")
+
+
+def test_no_cluster(environment):
+    environment({})
+    assert resolve_cluster(None, 1, {}) is None
+    assert resolve_cluster(None, 1, {"TF_CONFIG": "{}"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"TF_CONFIG": "{"}, "not JSON"),
+        (tf_config({"worker": WORKERS}, "worker", 3), "worker 0, worker 1, worker 2"),
+        (tf_config({"worker": WORKERS}, "evaluator", 0), "MirroredStrategy"),
+        (tf_config({"worker": WORKERS, "ps": WORKERS}, "worker", 0), "ParameterServerStrategy"),
+        (tf_config({"worker": ["10.0.0.1"]}, "worker", 0), "host:port"),
+        (tf_config({"worker": [WORKERS[0]] * 2}, "worker", 0), "more than once"),
+        ({"MIRRORED_COORDINATOR": "localhost:1"}, "MIRRORED_PROCESS_COUNT"),
+    ],
+)
+def test_descriptions_that_make_no_sense(variables, words):
+    with pytest.raises(mirrored.ClusterError) as caught:
+        resolve_cluster(None, 1, variables)
+    assert words in str(caught.value)
+    assert "hint:" in str(caught.value)
+
+
+def test_process_id_outside_the_cluster():
+    with pytest.raises(mirrored.ClusterError, match="process 2 of 2"):
+        mirrored.Cluster("10.0.0.1:1234", process_count=2, process_id=2)
+
+
+def test_too_late(two):
+    """JAX has started in this process: it cannot join others any more."""
+    cluster = mirrored.Cluster("127.0.0.1:1", process_count=2, process_id=1)
+    with pytest.raises(mirrored.ContextError, match="had already started"):
+        mirrored.MultiWorkerMirroredStrategy(cluster, timeout=5)
