@@ -61,11 +61,11 @@ def shard_state(tx: Any, *, communication_dtype: Any = None) -> optax.GradientTr
             ]
         )
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         communicator = _communicator("update")
-        arrays, structure = jax.tree.flatten(gradients)
+        arrays, structure = jax.tree.flatten(updates)
         # Transformations that never look at the parameters may be given none.
-        values = gradients if params is None else params
+        values = updates if params is None else params
         sharded = ShardedUpdate(tx, values)
         leaves = jax.tree.leaves(state)
         divided = sharded.is_divided
@@ -79,9 +79,9 @@ def shard_state(tx: Any, *, communication_dtype: Any = None) -> optax.GradientTr
             dtype=communication_dtype,
         )
         shards = [own_shard(jnp.asarray(value), communicator) for value in jax.tree.leaves(values)]
-        updates, new_state = sharded(parts, leaves, shards, communicator)
+        changes, new_state = sharded(parts, leaves, shards, communicator)
         return (
-            structure.unflatten(gather_whole(updates, communicator)),
+            structure.unflatten(gather_whole(changes, communicator)),
             sharded.state_structure.unflatten(new_state),
         )
 
