@@ -40,6 +40,7 @@ SIGNATURES = {
     "in_cross_replica_context": "()",
     "mean": "(per_example, weights=None)",
     "progress": "(iterable, description=None, total=None)",
+    "shard_state": "(tx, *, communication_dtype=None)",
     "value_and_grad": "(loss_fn, variables=None, *, argnums=0, has_aux=False, reduce=True)",
 }
 

@@ -83,8 +83,9 @@ def train(replica_count, model, make_parameters, *, dropout):
     return [*losses, *(leaf.numpy() for leaf in leaves)]
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize(("model", "parameters"), [(mlp, mlp_parameters), (cnn, cnn_parameters)])
+@pytest.mark.parametrize(
+    ("model", "parameters", "dropout"), [(mlp, mlp_parameters, True), (cnn, cnn_parameters, False)]
+)
 def test_the_bits_are_the_same_on_any_number_of_devices(model, parameters, dropout):
     expected = train(1, model, parameters, dropout=dropout)
     for replica_count in (2, 4, 8):

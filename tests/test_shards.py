@@ -175,3 +175,42 @@ def test_options_that_would_have_no_effect_are_refused(two):
     assert "reduce=False" in error.value.hint
     with pytest.raises(mirrored.ArgumentError, match="'exact'"):
         mirrored.Optimizer(optax.sgd(1.0), reduction="exact")
+
+
+@pytest.mark.parametrize(
+    "name", ["adam", "masked decay", "global norm", "multi steps", "if finite"]
+)
+def test_the_functional_form(name):
+    strategy = make_strategy(4)
+    random = np.random.default_rng(0)
+    params = {"a": jnp.asarray(random.normal(size=(5, 3)), jnp.float32), "b": jnp.float32(2.0)}
+    mask = optax.adamw(1e-2, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    tx = mask if name == "masked decay" else SHARDABLE[name]
+    sharded = mirrored.shard_state(tx)
+    state = strategy.run(sharded.init, args=(params,))
+    expected, expected_state = params, tx.init(params)
+
+    def loss_fn(params, x):
+        return mirrored.mean(jnp.tanh((params["a"].T @ x.T).sum(0) * params["b"]) ** 2)
+
+    @jax.jit
+    def train_step(params, state, x):
+        def replica(params, state, x):
+            gradients = jax.grad(loss_fn)(params, x)
+            updates, state = sharded.update(gradients, state, params)
+            return mirrored.as_mirrored(optax.apply_updates(params, updates)), state
+
+        return strategy.run(replica, args=(params, state, x))
+
+    for x in random.normal(size=(4, 8, 5)).astype(np.float32):
+        split = mirrored.PerReplica.from_stacked(jnp.asarray(x.reshape(4, 2, 5)))
+        params, state = train_step(params, state, split)
+        updates, expected_state = tx.update(
+            jax.grad(loss_fn)(expected, x), expected_state, expected
+        )
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected
+    )
+    with pytest.raises(mirrored.ContextError, match="outside the replicas"), strategy.scope():
+        sharded.init(params)

@@ -27,6 +27,7 @@ from mirrored._errors import (
     VariableError,
     WorkerError,
 )
+from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
 from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
@@ -101,5 +102,6 @@ __all__ = [
     "mean",
     "progress",
     "reproducible_value_and_grad",
+    "shard_state",
     "value_and_grad",
 ]
