@@ -20,19 +20,8 @@ import tempfile
 
 FILES = ("trainers/*_test.py", "callbacks/*_test.py", "saving/*_test.py")
 
-OPTIONS = [
-    "-p",
-    "in_scope",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "-rA",
-    "--tb=line",
-    "--no-header",
-    "-W",
-    "ignore",
-]
-OPTIONS += ["-c", os.devnull]
+OPTIONS = ["-p", "in_scope", "-p", "no:cacheprovider", "-q", "-rA", "--tb=line", "--no-header"]
+OPTIONS += ["-W", "ignore", "-c", os.devnull]
 
 # Tests that cannot pass in a scope, and why.
 EXCEPTIONS: dict[str, str] = {}

@@ -266,9 +266,8 @@ def test_ctrl_c_inside_a_step_waits_until_the_model_has_its_values(two):
     model = build(two)
     fit(model, [], epochs=1)
     program = _private.step_function(model, "train")
-    ((key, function),) = [
-        (key, value) for key, value in program._functions.items() if key[1][0] == BATCH
-    ]
+    (traced,) = [trace for key, trace in program._traces.items() if key[1][0] == BATCH]
+    function = traced.functions[True, False]
     pressed = []
 
     def pressing(*arguments):
@@ -278,7 +277,7 @@ def test_ctrl_c_inside_a_step_waits_until_the_model_has_its_values(two):
             pressed.append(signal.raise_signal(signal.SIGINT))
         return result
 
-    program._functions[key] = pressing
+    traced.functions[True, False] = pressing
     with pytest.raises(KeyboardInterrupt):
         fit(model, [], epochs=1)
     assert pressed

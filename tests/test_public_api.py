@@ -16,7 +16,10 @@ import mirrored.testing
 SIGNATURES = {
     "MirroredStrategy": "(devices=None)",
     "OneDeviceStrategy": "(device=None)",
-    "Optimizer": "(tx, *, reduce=<ReduceOp.MEAN: 'MEAN'>, check_finite=False, name='optimizer')",
+    "Optimizer": "(tx, *, reduce=<ReduceOp.MEAN: 'MEAN'>, shard_state=False, "
+    "communication_dtype=None, reduction='fast', check_finite=False, name='optimizer')",
+    "as_mirrored": "(nest)",
+    "reproducible_value_and_grad": "(loss_fn, variables=None, *, micro_shards)",
     "PerReplica": "(components)",
     "Strategy.distribute_dataset": "(self, dataset, batch_size=None, *, remainder='pad', "
     "prefetch=2, shuffle=False, seed=0)",
@@ -37,7 +40,7 @@ SIGNATURES = {
     "in_cross_replica_context": "()",
     "mean": "(per_example, weights=None)",
     "progress": "(iterable, description=None, total=None)",
-    "value_and_grad": "(loss_fn, variables=None, *, argnums=0, has_aux=False)",
+    "value_and_grad": "(loss_fn, variables=None, *, argnums=0, has_aux=False, reduce=True)",
 }
 
 
@@ -60,7 +63,7 @@ def test_all_is_complete_and_sorted():
     public = {name for name in vars(mirrored) if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(mirrored, name))}
     # Used by the package's front page itself, at import.
-    assert public - modules - set(mirrored.__all__) == {"add_companion"}
+    assert public - modules - set(mirrored.__all__) == {"add_adapter", "add_companion"}
 
 
 def test_tf_distributes_spellings():

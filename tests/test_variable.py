@@ -372,3 +372,17 @@ def test_an_exception_in_a_step_leaves_variables_alone(two):
     with pytest.raises(KeyError, match="mine"):
         step()
     assert float(v) == 1.0
+
+
+def test_a_variable_shares_no_memory_with_the_array_it_was_made_from(two):
+    size = 1024
+    raw = np.zeros(size * 4 + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    array = raw[offset : offset + size * 4].view("f")
+    with two.scope():
+        made = mirrored.Variable(array)
+        assigned = mirrored.Variable(np.zeros(size, "f"))
+    assigned.assign(array)
+    mirror = two.placement.mirror(array)
+    array[:] = 7.0
+    assert float(made.value.max()) == float(assigned.value.max()) == float(mirror.max()) == 0.0

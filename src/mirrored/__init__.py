@@ -4,6 +4,7 @@ The public API, and nothing else.
 """
 
 from mirrored._accumulation import accumulated_value_and_grad
+from mirrored._claims import as_mirrored
 from mirrored._cluster import Cluster
 from mirrored._context import add_companion, has_strategy
 from mirrored._data import DistributedDataset, InputContext
@@ -27,10 +28,12 @@ from mirrored._errors import (
     WorkerError,
 )
 from mirrored._gradients import grad, mean, value_and_grad
+from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._program import Function, function
 from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
+from mirrored._reproducible import reproducible_value_and_grad
 from mirrored._sparse import IndexedSlices
 from mirrored._strategy import (
     MirroredStrategy,
@@ -46,6 +49,8 @@ from mirrored._variable import Variable
 
 # Keras models made in a scope learn of it if Keras has been imported.
 add_companion("keras", "mirrored.keras")
+# Flax NNX objects among the arguments of a program are taken apart and written back.
+add_adapter("flax", "mirrored.nnx")
 
 __version__ = "0.1.0"
 
@@ -86,6 +91,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "accumulated_value_and_grad",
+    "as_mirrored",
     "function",
     "get_replica_context",
     "get_strategy",
@@ -94,5 +100,6 @@ __all__ = [
     "in_cross_replica_context",
     "mean",
     "progress",
+    "reproducible_value_and_grad",
     "value_and_grad",
 ]

@@ -26,6 +26,10 @@ class Captures:
         for holder, name in _holders(function):
             self._watches.append((holder, name, _look(holder, name)))
 
+    def objects(self) -> list[Any]:
+        """The values captured when the snapshot was taken."""
+        return [value for _, _, value in self._watches if value is not _MISSING]
+
     def changed(self) -> str | None:
         """Returns what was rebound since the snapshot, in words, or None."""
         for holder, name, before in self._watches:

@@ -56,6 +56,21 @@ class Communicator(abc.ABC):
     def is_own(self, value: Any) -> bool:
         """Says whether ``value`` may differ from the other replicas' value."""
 
+    def scatter_sum(self, rows: Any) -> Any:
+        """Sums an array with one row for each replica; each keeps its own row."""
+        return self.own(self.sum([rows])[0][self.replica_id])
+
+    def tree_sum(self, value: Any) -> Any:
+        """Sums an array over the replicas in a fixed order: neighbours, then pairs of pairs.
+
+        The order is that of a balanced binary tree over the replicas' numbers, whose
+        number is a power of two.
+        """
+        parts = list(self.gather(value, 0, tiled=False))
+        while len(parts) > 1:
+            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
     def loss_is_own(self, loss: Any) -> bool:
         """Says whether a loss is this replica's mean, rather than the global loss.
 
@@ -82,6 +97,33 @@ class ProgramCommunicator(Communicator):
 
     def sum(self, values: list[Any]) -> list[Any]:
         return lax.psum([to_varying(value) for value in values], _AXIS) if values else []
+
+    def scatter_sum(self, rows: Any) -> Any:
+        return lax.psum_scatter(to_varying(rows), _AXIS, scatter_dimension=0, tiled=False)
+
+    def tree_sum(self, value: Any) -> Any:
+        """Recursive halving: each step exchanges half of what is left with a partner.
+
+        As much travels as in any reduce-scatter, and every element is summed in the
+        order of the tree.
+        """
+        count = self.replica_count
+        flat = to_varying(value).reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % count))
+        distance = 1
+        while distance < count:
+            low, high = jnp.split(flat, 2)
+            upper = (self.replica_id // distance) % 2 == 1
+            partners = [(index, index ^ distance) for index in range(count)]
+            other = lax.ppermute(jnp.where(upper, low, high), _AXIS, partners)
+            flat = jnp.where(upper, high, low) + other
+            distance *= 2
+        rows = lax.all_gather(flat, _AXIS, axis=0, tiled=False, to="invarying")
+        # Replica r holds the chunk whose number is r with its bits reversed.
+        bits = count.bit_length() - 1
+        order = [int(f"{index:0{bits}b}"[::-1], 2) if bits else 0 for index in range(count)]
+        whole = rows[np.array(order)].reshape(-1)
+        return whole[: value.size].reshape(value.shape)
 
     def extreme(self, op: ReduceOp, values: list[Any]) -> list[Any]:
         function = lax.pmin if op is ReduceOp.MIN else lax.pmax

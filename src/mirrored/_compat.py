@@ -14,6 +14,7 @@ from jax._src import clusters as _clusters
 from jax._src import core as _jax_core
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.sharding import AxisType
 
 REPLICA_AXIS = "replica"
@@ -32,6 +33,11 @@ def type_varies_over_replicas(aval: Any) -> bool:
     return REPLICA_AXIS in axes
 
 
+def is_ref_type(aval: Any) -> bool:
+    """Says whether a type is that of a mutable Ref."""
+    return isinstance(aval, _AbstractRef)
+
+
 def is_traced(value: Any) -> bool:
     """Says whether ``value`` stands for an array of a program being traced."""
     return isinstance(value, _jax_core.Tracer)
@@ -42,10 +48,14 @@ def is_differentiated(value: Any) -> bool:
     return type(value).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
+def current_trace() -> Any:
+    """Returns the trace that operations are recorded in now; only to compare by identity."""
+    return _jax_core.trace_ctx.trace
+
+
 def is_typed_key(value: Any) -> bool:
     """Says whether ``value`` is an array of new-style random keys."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def no_trace_is_open() -> bool:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirrored import _compat, _context, _replica
+from mirrored import _compat, _context, _objects, _replica
+from mirrored._claims import Claim
 from mirrored._collectives import Communicator
 from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
@@ -236,6 +237,14 @@ def run_one_after_another(
             hint="call the undecorated function, which mirrored.function keeps as "
             "function.__wrapped__.",
         )
+    return _objects.run_with_objects(
+        lambda *call: _in_turns(strategy, placement, *call), function, args, kwargs, compiled=False
+    )
+
+
+def _in_turns(
+    strategy: Any, placement: Placement, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     count = placement.replica_count
     turns = _Turns(count)
     leaves, structure = flatten((args, kwargs))
@@ -345,7 +354,12 @@ def _combined(placement: Placement, results: list[Any], communicators: list[Any]
     outputs = []
     for column in zip(*(leaves for leaves, _ in flat), strict=True):
         first = column[0]
-        if not isinstance(first, (jax.Array, np.ndarray, np.generic)):
+        if isinstance(first, Claim):
+            parts = [np.asarray(claim.value) for claim in column]
+            if not all(np.array_equal(parts[0], part, equal_nan=_has_nan(part)) for part in parts):
+                raise first.refusal()
+            outputs.append(placement.mirror(parts[0]))
+        elif not isinstance(first, (jax.Array, np.ndarray, np.generic)):
             outputs.append(first)
         elif id(first) in agreed:
             outputs.append(placement.mirror(np.asarray(first)))

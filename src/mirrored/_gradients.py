@@ -27,7 +27,8 @@ def mean(per_example: Any, weights: Any = None) -> Any:
     It divides by the global number of elements (or the global sum of weights), and
     leaves out the padded rows of a batch that did not split evenly, so it is exact
     on every batch. Inside ``strategy.run`` it is a collective, the same on all
-    replicas; the gradient of a loss made with it is the global gradient.
+    replicas (inside a jax.jit, jax.checkpoint or jax.lax.scan there, only its value is,
+    not its type); the gradient of a loss made with it is the global gradient.
 
     Args:
       per_example: values whose first axis is this replica's examples.
@@ -58,6 +59,10 @@ def mean(per_example: Any, weights: Any = None) -> Any:
         # Differentiated by jax.grad itself, whose gradients are averaged over replicas
         # later. As a value that varies, each replica's gradient is that of the sum of
         # all replicas' losses, of which the average is the global gradient.
+        return replica.communicator.own(result)
+    if not _compat.is_differentiated(values) and replica.is_in_inner_trace():
+        # Inside jax.jit, checkpoint or scan nobody can see whether a gradient is taken
+        # outside, and JAX keeps the trace for other callers: the same holds there.
         return replica.communicator.own(result)
     return replica.communicator.agree(result)
 
@@ -148,6 +153,7 @@ def value_and_grad(
     *,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
+    reduce: bool = True,
 ) -> Any:
     """Computes a loss and the gradient of the global loss, reduced once.
 
@@ -165,6 +171,9 @@ def value_and_grad(
       variables: a Variable, or a nest of Variables.
       argnums: which arguments to differentiate, without ``variables``.
       has_aux: whether ``loss_fn`` returns more than the loss.
+      reduce: False leaves each replica its own gradients, whose mean over the replicas
+        is the gradient of the global loss. For an Optimizer that is to reduce them
+        itself (``shard_state``, ``communication_dtype``, ``reproducible``).
 
     Returns:
       ``(loss, gradients)`` or ``((loss, aux), gradients)``, gradients in the structure
@@ -179,10 +188,10 @@ def value_and_grad(
     if variables is None:
 
         def differentiated(*args: Any, **kwargs: Any) -> Any:
-            return _of_arguments(loss_fn, args, kwargs, argnums, has_aux)
+            return _of_arguments(loss_fn, args, kwargs, argnums, has_aux, reduce)
 
         return differentiated
-    return _of_variables(loss_fn, variables, has_aux)
+    return _of_variables(loss_fn, variables, has_aux, reduce)
 
 
 def grad(
@@ -234,7 +243,7 @@ def in_place_of(variables: list[Variable], values: list[Any]) -> Any:
     return _context.entered(differentiated=together)
 
 
-def _of_variables(loss_fn: Callable[[], Any], variables: Any, has_aux: bool) -> Any:
+def _of_variables(loss_fn: Callable[[], Any], variables: Any, has_aux: bool, reduce: bool) -> Any:
     leaves, structure = flatten_variables(variables)
 
     def of_values(values: list[Any]) -> Any:
@@ -242,12 +251,17 @@ def _of_variables(loss_fn: Callable[[], Any], variables: Any, has_aux: bool) -> 
             return loss_fn()
 
     values = [leaf.read(lend=False) for leaf in leaves]
-    result, gradients = _differentiate(of_values, (values,), {}, 0, has_aux)
+    result, gradients = _differentiate(of_values, (values,), {}, 0, has_aux, reduce)
     return result, structure.unflatten(gradients)
 
 
 def _of_arguments(
-    loss_fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Any, has_aux: bool
+    loss_fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    argnums: Any,
+    has_aux: bool,
+    reduce: bool,
 ) -> Any:
     replica = _context.current().replica
     if replica is not None and not _context.current().merging:
@@ -259,11 +273,16 @@ def _of_arguments(
             jax.tree.map(own, argument) if position in positions else argument
             for position, argument in enumerate(args)
         )
-    return _differentiate(loss_fn, args, kwargs, argnums, has_aux)
+    return _differentiate(loss_fn, args, kwargs, argnums, has_aux, reduce)
 
 
 def _differentiate(
-    function: Callable[..., Any], args: Any, kwargs: Any, argnums: Any, has_aux: bool
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    argnums: Any,
+    has_aux: bool,
+    reduce: bool,
 ) -> Any:
     with _context.entered(reduces_gradients=True):
         result, gradients = jax.value_and_grad(function, argnums=argnums, has_aux=has_aux)(
@@ -273,6 +292,11 @@ def _differentiate(
     if context.replica is None or context.merging:
         return result, gradients
     loss = result[0] if has_aux else result
+    if not reduce:
+        communicator = context.replica.communicator
+        # Contributions to a loss that is global already are summed: as a mean of R times.
+        factor = 1 if communicator.loss_is_own(loss) else communicator.replica_count
+        return result, jax.tree.map(lambda leaf: communicator.own(leaf * factor), gradients)
     return result, reduce_by_loss(loss, gradients, context.replica.communicator)
 
 
@@ -282,9 +306,66 @@ def reduce_by_loss(loss: Any, gradients: Any, communicator: Communicator) -> Any
         return reduce_gradients(gradients, op, communicator)
 
 
-def reduce_gradients(gradients: Any, op: ReduceOp, communicator: Communicator) -> Any:
-    """Reduces all gradients in one collective."""
+def reduce_gradients(
+    gradients: Any,
+    op: ReduceOp,
+    communicator: Communicator,
+    *,
+    dtype: Any = None,
+    reproducible: bool = False,
+) -> Any:
+    """Reduces all gradients in one collective.
+
+    Args:
+      gradients: a nest of this replica's gradients.
+      op: SUM or MEAN.
+      communicator: the replica's way to the others.
+      dtype: what to reduce floating gradients in; their own dtype if None.
+      reproducible: whether to sum in one fixed order, whatever the number of replicas.
+    """
     leaves, structure = jax.tree.flatten(gradients)
+    if dtype is not None or reproducible:
+        return structure.unflatten(_reduced_as_asked(leaves, op, communicator, dtype, reproducible))
     components = [(jnp.asarray(leaf), None) for leaf in leaves]
     axes = [None] * len(leaves)
     return structure.unflatten(reduce_components(op, components, axes, communicator))
+
+
+def _reduced_as_asked(
+    leaves: list[Any], op: ReduceOp, communicator: Communicator, dtype: Any, reproducible: bool
+) -> list[Any]:
+    count = communicator.replica_count
+    sent = [jnp.asarray(leaf) for leaf in leaves]
+    if dtype is not None:
+        sent = [
+            leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+            for leaf in sent
+        ]
+    totals = tree_sums(sent, communicator) if reproducible else communicator.sum(sent)
+    results = []
+    for leaf, total in zip(leaves, totals, strict=True):
+        total = total.astype(jnp.asarray(leaf).dtype)
+        results.append(total / count if op is ReduceOp.MEAN else total)
+    return results
+
+
+def tree_sums(arrays: list[Any], communicator: Communicator) -> list[Any]:
+    """Sums arrays in one fixed tree over the replicas, all arrays of a dtype together."""
+    count = communicator.replica_count
+    if count & (count - 1):
+        raise ArgumentError(
+            fact=f"a reproducible sum was asked for over {count} replicas.",
+            expected="1, 2, 4, 8, ... replicas, which share one binary tree.",
+            hint="use a power of two, or leave the reproducible reduction out.",
+        )
+    totals: list[Any] = [None] * len(arrays)
+    for dtype in {array.dtype: None for array in arrays}:
+        places = [index for index, array in enumerate(arrays) if array.dtype == dtype]
+        flat = jnp.concatenate([arrays[index].reshape(-1) for index in places])
+        total = communicator.tree_sum(flat)
+        first = 0
+        for index in places:
+            size, shape = arrays[index].size, arrays[index].shape
+            totals[index] = total[first : first + size].reshape(shape)
+            first += size
+    return totals

@@ -18,6 +18,8 @@ from mirrored._errors import ArgumentError, OwnershipError
 from mirrored._finite import finite_flags, raise_if_not_finite
 from mirrored._gradients import reduce_gradients
 from mirrored._placement import Placement, default_placement
+from mirrored._sharded_state import StateShards, component
+from mirrored._shards import reduced_shards, shard_flags
 from mirrored._sparse import IndexedSlices, all_reduce_slices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
@@ -33,6 +35,13 @@ class Optimizer:
       reduce: how gradients that still differ between replicas become one: "mean"
         (the default), "sum", or None to refuse them. Gradients that are already the
         same on all replicas are used as they are.
+      shard_state: whether each replica keeps only its part of the state (ZeRO stage 1):
+        gradients are reduce-scattered, each replica updates its part, and the variables
+        are gathered again. The numbers are the same. Transformations that look at whole
+        arrays in other ways than norms (adafactor, muon, ...) are refused.
+      communication_dtype: what gradients are reduced in, for example ``jnp.bfloat16``.
+      reduction: "fast", or "reproducible": gradients are summed in one fixed order
+        whatever the number of replicas; see ``reproducible_value_and_grad``.
       check_finite: whether to look for NaN and infinity in the gradients of each step,
         skip the update and raise NonFiniteError naming the first variable. Costs a
         wait for every step.
@@ -53,6 +62,9 @@ class Optimizer:
         tx: Any,
         *,
         reduce: ReduceOp | str | None = ReduceOp.MEAN,
+        shard_state: bool = False,
+        communication_dtype: Any = None,
+        reduction: str = "fast",
         check_finite: bool = False,
         name: str = "optimizer",
     ) -> None:
@@ -70,6 +82,21 @@ class Optimizer:
                 fact=f"Optimizer was given reduce={reduce!r}.",
                 expected='"mean", "sum" or None.',
                 hint="gradients are averaged over replicas by default.",
+            )
+        if reduction not in ("fast", "reproducible"):
+            raise ArgumentError(
+                fact=f"Optimizer was given reduction={reduction!r}.",
+                expected='"fast" or "reproducible".',
+                hint="leave it out unless the same bits are needed on other numbers of replicas.",
+            )
+        self._reproducible = reduction == "reproducible"
+        self._dtype = communication_dtype
+        self._shards = StateShards(tx) if shard_state else None
+        if shard_state and self._reproducible:
+            raise ArgumentError(
+                fact='Optimizer was given shard_state=True and reduction="reproducible".',
+                expected="one of them.",
+                hint="leave shard_state out where the order of sums must be fixed.",
             )
         self._check_finite = check_finite
         self.name = name
@@ -93,6 +120,11 @@ class Optimizer:
         """
         return self._state
 
+    @property
+    def strategy(self) -> Any:
+        """The strategy in whose scope it was made, or None."""
+        return self._strategy
+
     def build(self, variables: Iterable[Variable]) -> None:
         """Creates the state for ``variables``; otherwise done by the first update."""
         chosen = list(variables)
@@ -101,11 +133,15 @@ class Optimizer:
         placement = chosen[0].placement if chosen else self._placement or default_placement()
         values = [variable.storage for variable in chosen]
         # In one compiled call: states are made of many small arrays of zeros.
-        state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
         with _context.entered(
             strategy=self._strategy, placement=placement, frame=None, replica=None, merging=False
         ):
-            self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
+            if self._sharded(placement):
+                assert self._shards is not None
+                self._state = self._shards.build(values, placement, self.name)
+            else:
+                state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
+                self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
         self._variables = chosen
         waiting, self._when_built = self._when_built, []
         for callback in waiting:
@@ -120,6 +156,9 @@ class Optimizer:
             callback()
         else:
             self._when_built.append(callback)
+
+    def _sharded(self, placement: Placement) -> bool:
+        return self._shards is not None and placement.replica_count > 1
 
     def _state_variable(self, path: Any, leaf: Any) -> Any:
         label = f"{self.name}{jax.tree_util.keystr(path)}"
@@ -168,7 +207,16 @@ class Optimizer:
             self._build_for(variables)
         self._check_same(variables)
         context = _context.current()
-        if context.replica is not None and not context.merging:
+        sharded = self._sharded(variables[0].placement)
+        if sharded and context.replica is None:
+            # Outside the replicas: the parts of the state are inside.
+            def update(gradients: list[Any]) -> None:
+                self.apply_gradients(zip(gradients, variables, strict=True))
+
+            _strategy_of(self, variables[0]).run(update, args=(gradients,))
+        elif sharded:
+            self._update_shards(gradients, variables)
+        elif context.replica is not None and not context.merging:
             gradients = self._reduced(gradients, variables, context.replica)
             with _context.entered(merging=True):
                 self._update(gradients, variables)
@@ -250,15 +298,63 @@ class Optimizer:
                 reduced[index] = all_reduce_slices(self._reduce, gradient, communicator)
             else:
                 varying.append(index)
+        options = self._dtype is not None or self._reproducible
+        if options and not varying and communicator.replica_count > 1:
+            raise ArgumentError(
+                fact=f"optimizer {self.name!r} was asked for a way to reduce gradients, and was "
+                "given gradients that are reduced already.",
+                expected="this replica's own gradients.",
+                hint="use jax.value_and_grad, or mirrored.value_and_grad(..., reduce=False).",
+            )
         if varying:
             assert self._reduce is not None
             with jax.named_scope(f"mirrored.gradients_{self._reduce.name.lower()}"):
                 results = reduce_gradients(
-                    [gradients[index] for index in varying], self._reduce, communicator
+                    [gradients[index] for index in varying],
+                    self._reduce,
+                    communicator,
+                    dtype=self._dtype,
+                    reproducible=self._reproducible,
                 )
             for index, result in zip(varying, results, strict=True):
                 reduced[index] = result
         return reduced
+
+    def _update_shards(self, gradients: list[Any], variables: list[Variable]) -> None:
+        context = _context.current()
+        if context.replica is None or context.merging:
+            raise ArgumentError(
+                fact=f"optimizer {self.name!r} with shard_state=True was called in merge_call.",
+                expected="apply_gradients directly in the replica function, or outside.",
+                hint="take the call out of merge_call.",
+            )
+        assert self._shards is not None
+        communicator = context.replica.communicator
+        dense = [
+            gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)
+            for gradient in gradients
+        ]
+        if self._reduce is None and any(map(communicator.is_own, dense)):
+            self._reduced(dense, variables, context.replica)
+        mean = self._reduce is ReduceOp.MEAN
+        parts = reduced_shards(dense, communicator, mean=mean, dtype=self._dtype)
+        with _context.entered(merging=True):
+            values = [variable.read(lend=False) for variable in variables]
+            state = [
+                component(leaf) for leaf in jax.tree.leaves(self._state, is_leaf=is_object_leaf)
+            ]
+        flags = shard_flags(parts, communicator) if self._check_finite else None
+        new_values, new_state = self._shards.update(parts, state, values, communicator, flags)
+        with _context.entered(merging=True):
+            for variable, value in zip(variables, new_values, strict=True):
+                variable.assign(value)
+        for leaf, value in zip(
+            jax.tree.leaves(self._state, is_leaf=is_object_leaf), new_state, strict=True
+        ):
+            with _context.entered(merging=not leaf.on_read):
+                leaf.assign(value)
+        if flags is not None and context.frame is not None:
+            context.frame.checks.append((flags, self._check(variables)))
 
     def _update(self, gradients: list[Any], variables: list[Variable]) -> None:
         gradients = [
@@ -317,6 +413,18 @@ class Optimizer:
     def _check(self, variables: list[Variable]) -> Callable[[Any], None]:
         names = [f"the gradient of variable {variable.name!r}" for variable in variables]
         return raise_if_not_finite(names, f"optimizer {self.name!r}")
+
+
+def _strategy_of(optimizer: Any, variable: Variable) -> Any:
+    strategy = optimizer.strategy
+    if strategy is None:
+        raise ArgumentError(
+            fact=f"optimizer {optimizer.name!r} with shard_state=True belongs to no strategy, and "
+            f"variable {variable.name!r} to {variable.placement.describe()}.",
+            expected="variables and optimizer of one strategy.",
+            hint="create the optimizer inside `with strategy.scope():`.",
+        )
+    return strategy
 
 
 def _read(variable: Variable) -> Any:

@@ -62,6 +62,9 @@ class Placement:
             return jax.numpy.copy(value)
         if self.spans_processes:
             return self._mirror_over_processes(value, what, must_agree)
+        if isinstance(value, np.ndarray):
+            # XLA's CPU client may use aligned host memory as it is, whatever may_alias says.
+            value = value.copy()
         # may_alias=False: the result is donated to training steps later, and a
         # caller's own array must not disappear with it.
         return jax.device_put(value, self.mirrored, may_alias=False)

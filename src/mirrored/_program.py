@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from mirrored import _compat, _context, _workers
+from mirrored import _compat, _context, _objects, _workers
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
@@ -80,17 +80,24 @@ class _Outline:
     written: list[Variable]
     read_only: list[Variable]
     checks: list[Callable[[Any], None]]
+    # Arrays of stateful objects among the arguments, by number: replaced, or only read.
+    changed: list[int]
+    unchanged: list[int]
     placement: Placement | None
 
 
 def _trace(
-    function: Callable[..., Any], treedef: Any, leaves: list[Any], places: list[int]
+    function: Callable[..., Any],
+    treedef: Any,
+    leaves: list[Any],
+    places: list[int],
+    objects: _objects.Held,
 ) -> tuple[Any, list[Variable], _Outline]:
     """Traces ``function`` with every living variable as a possible input."""
     variables = live_variables(None)
     outlines: list[_Outline] = []
 
-    def staged(stored: list[Any], dynamic: list[Any]) -> Any:
+    def staged(stored: list[Any], dynamic: list[Any], held: list[Any]) -> Any:
         slots = {
             variable: _context.Slot(jax.new_ref(array))
             for variable, array in zip(variables, stored, strict=True)
@@ -99,6 +106,7 @@ def _trace(
         filled = list(leaves)
         for place, value in zip(places, dynamic, strict=True):
             filled[place] = value
+        inner = objects.fill(filled, held)
         args, kwargs = treedef.unflatten(filled)
         with _context.entered(frame=frame):
             result = function(*args, **kwargs)
@@ -112,6 +120,7 @@ def _trace(
         constants = [None if place in result_places else leaf for place, leaf in enumerate(outputs)]
         written = [variable for variable, slot in slots.items() if slot.written]
         read_only = [v for v, slot in slots.items() if slot.read and not slot.written]
+        changed = inner.changed() if inner else {}
         outlines.append(
             _Outline(
                 out_treedef,
@@ -120,18 +129,23 @@ def _trace(
                 written,
                 read_only,
                 [check for _, check in frame.checks],
+                sorted(changed),
+                [number for number in range(len(held)) if number not in changed],
                 frame.placement or _common_placement([*written, *read_only]),
             )
         )
         final_values = [slots[variable].ref[...] for variable in written]
         results = [outputs[place] for place in result_places]
-        return final_values, results, [flag for flag, _ in frame.checks]
+        replaced = [changed[number] for number in sorted(changed)]
+        return final_values, results, [flag for flag, _ in frame.checks], replaced
 
     stored = [
         jax.ShapeDtypeStruct(variable.storage.shape, variable.storage.dtype)
         for variable in variables
     ]
-    jaxpr = jax.make_jaxpr(staged)(stored, [leaves[place] for place in places])
+    dynamic = [leaves[place] for place in places]
+    jaxpr = jax.make_jaxpr(staged)(stored, dynamic, objects.shapes())
+    objects.refuse_captures(jaxpr.consts)
     return jaxpr, variables, outlines[0]
 
 
@@ -168,7 +182,10 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
         for variable in variables
     ]
 
-    def program(donated: list[Any], kept: list[Any], dynamic: list[Any]) -> Any:
+    def program(donated: Any, kept: Any, dynamic: list[Any]) -> Any:
+        (donated, replaced), (kept, read) = donated, kept
+        numbers = [*outline.changed, *outline.unchanged]
+        held = dict(zip(numbers, [*replaced, *read], strict=True))
         stored = [
             donated[source]
             if kind == "written"
@@ -177,23 +194,33 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
             else jnp.zeros(*source)
             for kind, source in sources
         ]
-        flat = evaluate(*stored, *dynamic)
+        flat = evaluate(*stored, *dynamic, *[held[number] for number in range(len(held))])
         results_end = written_count + result_count
-        return flat[:written_count], flat[written_count:results_end], flat[results_end:]
+        flags_end = results_end + len(outline.checks)
+        new_state = (flat[:written_count], flat[flags_end:])
+        return new_state, flat[written_count:results_end], flat[results_end:flags_end]
 
     shardings = [variable.storage_sharding for variable in outline.written]
-    return jax.jit(program, donate_argnums=0, out_shardings=(shardings, None, None))
+    replaced_sharding = None if outline.placement is None else outline.placement.mirrored
+    out_shardings = ((shardings, replaced_sharding), None, None)
+    return jax.jit(program, donate_argnums=0, out_shardings=out_shardings)
 
 
 @final
 class _Compiled:
     """One traced and compiled form of a function, for one signature."""
 
-    def __init__(self, function: Callable[..., Any], treedef: Any, leaves: list[Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        treedef: Any,
+        leaves: list[Any],
+        objects: _objects.Held,
+    ) -> None:
         self._places = [place for place, leaf in enumerate(leaves) if is_array_like(leaf)]
         while True:
             try:
-                jaxpr, variables, outline = _trace(function, treedef, leaves, self._places)
+                jaxpr, variables, outline = _trace(function, treedef, leaves, self._places, objects)
             except _context.RetraceWith as request:
                 request.prepare()
                 continue
@@ -201,11 +228,11 @@ class _Compiled:
         self._outline = outline
         self._program = _compile(jaxpr, variables, outline)
 
-    def lower(self, leaves: list[Any]) -> Any:
+    def lower(self, leaves: list[Any], objects: _objects.Held) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
-        return self._program.lower(*self._arguments(leaves))
+        return self._program.lower(*self._arguments(leaves, objects))
 
-    def _arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _arguments(self, leaves: list[Any], objects: _objects.Held) -> tuple[Any, Any, list[Any]]:
         dynamic = [leaves[place] for place in self._places]
         placement = self._outline.placement
         if placement is not None:
@@ -215,22 +242,26 @@ class _Compiled:
                     continue
                 if leaf.committed and sharding.device_set != placement.device_set:
                     dynamic[index] = _on_all_devices(leaf, placement)
-        donated = [variable.storage for variable in self._outline.written]
-        kept = [variable.storage for variable in self._outline.read_only]
-        return donated, kept, dynamic
+        outline = self._outline
+        replaced, read = objects.arrays(outline.changed, outline.unchanged, placement)
+        donated = [variable.storage for variable in outline.written]
+        kept = [variable.storage for variable in outline.read_only]
+        return (donated, replaced), (kept, read), dynamic
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[Any], objects: _objects.Held) -> Any:
         outline = self._outline
         _workers.pulse()
         return_lent(outline.written)
-        new_values, results, flags = self._program(*self._arguments(leaves))
+        (new_values, replaced), results, flags = self._program(*self._arguments(leaves, objects))
+        objects.write(outline.changed, replaced)
         for variable, array in zip(outline.written, new_values, strict=True):
             variable.storage = array
         outputs = list(outline.constants)
         for place, result in zip(outline.result_places, results, strict=True):
             outputs[place] = result
-        for check, flag in zip(outline.checks, flags, strict=True):
-            check(np.asarray(flag))
+        if flags:
+            for check, flag in zip(outline.checks, flags, strict=True):
+                check(np.asarray(flag))
         return outline.out_treedef.unflatten(outputs)
 
 
@@ -315,37 +346,35 @@ class Programs:
         if recent is not None and not kwargs:
             arrays = recent.arrays_of(args)
             if arrays is not None and recent.captures.changed() is None:
-                return recent.compiled(arrays)
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
-        compiled = self._find(leaves, treedef)
-        result = compiled(leaves)
-        captures = self._entries[self._key(leaves, treedef)][1]
+                return recent.compiled(arrays, _objects.NONE)
+        leaves, treedef, objects = _objects.taken_from((args, kwargs))
+        compiled, captures = self._find(leaves, treedef, objects)
+        result = compiled(leaves, objects)
         self._recent = None if kwargs else _Recent.of(args, compiled, captures)
         return result
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lowers the program for these arguments without running it."""
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object_leaf)
-        return self._find(leaves, treedef).lower(leaves)
+        leaves, treedef, objects = _objects.taken_from((args, kwargs))
+        return self._find(leaves, treedef, objects)[0].lower(leaves, objects)
 
-    def _key(self, leaves: list[Any], treedef: Any) -> Any:
+    def _find(
+        self, leaves: list[Any], treedef: Any, objects: _objects.Held
+    ) -> tuple[_Compiled, Captures]:
         strategy = _context.current().strategy
-        return (treedef, tuple(map(_signature, leaves)), id(strategy))
-
-    def _find(self, leaves: list[Any], treedef: Any) -> _Compiled:
-        key = self._key(leaves, treedef)
+        key = (treedef, tuple(map(_signature, leaves)), ByIdentity(strategy), objects.signature)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:
-            compiled, captures = entry
-            reason = captures.changed()
+            reason = entry[1].changed()
             if reason is None:
-                return compiled
+                return entry
         reason = reason or self._reason(key)
-        compiled = _Compiled(self._function, treedef, leaves)
+        objects.watch_captures(Captures(self._watched).objects())
+        compiled = _Compiled(self._function, treedef, leaves, objects)
         # The snapshot is taken after the trace: a counter that the function itself
         # advances while it is traced must not look like a change.
-        self._entries[key] = (compiled, Captures(self._watched))
+        entry = self._entries[key] = (compiled, Captures(self._watched))
         self._entries.move_to_end(key)
         if len(self._entries) > _MOST_PROGRAMS:
             self._entries.popitem(last=False)
@@ -354,7 +383,7 @@ class Programs:
         name = getattr(self._watched, "__qualname__", repr(self._watched))
         if len(self.reasons) > 1:
             _LOGGER.info("traced %s again: %s", name, reason)
-        return compiled
+        return entry
 
     def _reason(self, key: Any) -> str:
         before = self._last_key
@@ -365,6 +394,8 @@ class Programs:
         for index, (old, new) in enumerate(zip(before[1], key[1], strict=True)):
             if old != new:
                 return f"array {index} of the arguments changed: {_shown(old)} -> {_shown(new)}"
+        if key[3] != before[3]:
+            return "the structure of an object among the arguments changed"
         return "the current strategy changed"
 
 

@@ -42,10 +42,16 @@ class ReplicaContext:
         strategy: Any,
         communicator: Communicator,
         rows: RowValidity | None = None,
+        trace: Any = None,
     ) -> None:
+        self._trace = trace
         self._strategy = strategy
         self._communicator = communicator
         self._rows = rows
+
+    def is_in_inner_trace(self) -> bool:
+        """Says whether code is traced for something inside the replica's own program."""
+        return self._trace is not None and _compat.current_trace() is not self._trace
 
     def adopt(self, strategy: Any) -> None:
         """Sets the strategy of the default context; for the library's own modules."""
@@ -209,6 +215,11 @@ class RowValidity:
         if jnp.ndim(self._real) == 1:
             return self._real
         return jnp.arange(self.row_count) < self._real
+
+    def real_count(self) -> Any:
+        """How many rows are real."""
+        mask = self.mask()
+        return self.row_count if mask is None else jnp.sum(mask)
 
     def weights(self) -> Any:
         """One float32 for each row: 1 for a real row, 0 for padding."""

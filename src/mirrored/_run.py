@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from mirrored import _compat, _context, _replica
+from mirrored import _compat, _context, _objects, _replica
 from mirrored._arguments import Arguments
+from mirrored._claims import Claim
 from mirrored._collectives import ProgramCommunicator, to_varying
 from mirrored._errors import (
     ContextError,
@@ -32,6 +33,7 @@ from mirrored._soundness import (
     replica_program,
     varying_outputs,
 )
+from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
 from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable, live_variables
 
@@ -64,9 +66,13 @@ def run_replicas(
                 hint="compile a mirrored.function for each strategy.",
             )
         frame.placement = placement
-    arguments = Arguments(placement, args, kwargs)
-    variables = [] if frame is None else live_variables(placement)
-    return _Replicated(strategy, placement, function, arguments, variables, frame).result()
+
+    def replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        arguments = Arguments(placement, args, kwargs)
+        variables = [] if frame is None else live_variables(placement)
+        return _Replicated(strategy, placement, function, arguments, variables, frame).result()
+
+    return _objects.run_with_objects(replicated, function, args, kwargs, compiled=True)
 
 
 @dataclasses.dataclass
@@ -76,6 +82,8 @@ class _Outline:
     treedef: Any
     # What the function returned, leaf by leaf; Python constants stay.
     leaves: list[Any]
+    # Those of them that are claimed to be the same on all replicas.
+    claims: dict[int, Claim]
     same: list[int]
     own: list[int]
     own_shapes: list[tuple[int, ...]]
@@ -119,6 +127,7 @@ class _Replicated:
         refuse_gradients_of_captures(inner, operand_count)
         flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
         (same, stored), (own, components), flags = outline.structure.unflatten(flat)
+        own = self._with_claims_kept(inner, operands, outline, own[: len(outline.own)])
         self._store(outline, stored, components, flags)
         per_row = self._per_row_outputs(outline)
         counts = self._arguments.row_counts
@@ -127,7 +136,10 @@ class _Replicated:
             outputs[index] = value
         for number, (index, value) in enumerate(zip(outline.own, own, strict=True)):
             rows = counts if number in per_row else None
-            outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
+            if index in outline.claims:
+                outputs[index] = value
+            else:
+                outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
         return outline.treedef.unflatten(outputs)
 
     def _operands(self) -> tuple[Any, ...]:
@@ -171,19 +183,26 @@ class _Replicated:
                 strategy=self._strategy,
                 placement=self._placement,
                 frame=frame,
-                replica=_replica.ReplicaContext(self._strategy, communicator, rows),
+                replica=_replica.ReplicaContext(
+                    self._strategy, communicator, rows, _compat.current_trace()
+                ),
                 merging=False,
                 differentiated={},
             ):
                 result = _call(self._function, args, kwargs)
             leaves, treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+            claims = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Claim)}
+            leaves = [leaf.value if isinstance(leaf, Claim) else leaf for leaf in leaves]
             same, own = _by_type(leaves, hidden)
+            varying = [leaves[index] for index in own]
+            # Looked at while tracing only; XLA leaves them out.
+            bases = [claim.basis for claim in claims.values() if claim.basis is not None]
             written, written_own = _written(frame)
             flags = [] if frame is None else [flag for flag, _ in frame.checks]
             outputs = (
                 ([leaves[index] for index in same], [value for _, value in written]),
                 (
-                    [jnp.expand_dims(to_varying(leaves[index]), 0) for index in own],
+                    [jnp.expand_dims(to_varying(leaf), 0) for leaf in (*varying, *bases)],
                     [jnp.expand_dims(value, 0) for _, value in written_own],
                 ),
                 flags,
@@ -192,6 +211,7 @@ class _Replicated:
                 _Outline(
                     treedef,
                     leaves,
+                    claims,
                     same,
                     own,
                     [jnp.shape(leaves[index]) for index in own],
@@ -241,6 +261,43 @@ class _Replicated:
             index for index, varies in zip(outline.same, varying, strict=False) if varies
         )
 
+    def _with_claims_kept(
+        self, inner: Any, operands: tuple[Any, ...], outline: _Outline, own: list[Any]
+    ) -> list[Any]:
+        """Checks what is claimed to be the same on all replicas, and makes it one array."""
+        if not outline.claims:
+            return own
+        bits = _dependence(inner, operands)
+        first_own = len(outline.same) + len(outline.written)
+        of = dict(zip(outline.same, bits, strict=False))
+        of.update(zip(outline.own, bits[first_own:], strict=False))
+        for index, claim in outline.claims.items():
+            if of[index] & REPLICA:
+                raise claim.refusal()
+        bases = [claim for claim in outline.claims.values() if claim.basis is not None]
+        if outline.rows is not None and outline.rows.padded:
+            for claim, bit in zip(bases, bits[first_own + len(outline.own) :], strict=False):
+                if not bit & ROWS:
+                    raise claim.padding_refusal()
+        claimed = [number for number, index in enumerate(outline.own) if index in outline.claims]
+        kept = list(own)
+        whole = self._one_of([own[number] for number in claimed])
+        for number, value in zip(claimed, whole, strict=True):
+            kept[number] = value
+        return kept
+
+    def _one_of(self, stacked: list[Any]) -> list[Any]:
+        """Takes each device's component as the whole: free, and right for equal ones."""
+        if not stacked:
+            return []
+        return jax.shard_map(
+            lambda values: [value[0] for value in values],
+            mesh=self._placement.mesh,
+            in_specs=(_SPLIT,),
+            out_specs=_MIRRORED,
+            check_vma=False,
+        )(stacked)
+
     def _store(self, outline: _Outline, stored: Any, components: Any, flags: Any) -> None:
         if self._outer is None or outline.frame is None:
             return
@@ -270,6 +327,7 @@ class _Replicated:
             number
             for number, before in enumerate(outline.own_shapes)
             if after is not None
+            and outline.own[number] not in outline.claims
             and len(after) == len(outline.own_shapes)
             and before
             and after[number][:1] == (before[0] + 1,)
@@ -306,6 +364,20 @@ class _Replicated:
             "rows by mirrored.get_replica_context().example_weights, or pass remainder='drop' to "
             "distribute_dataset.",
         )
+
+
+def _dependence(inner: Any, operands: tuple[Any, ...]) -> list[int]:
+    """Finds what the outputs of the replicas' program depend on."""
+    stacked, counts, mirrored, mirrored_state, own_state = map(len, operands)
+    inputs = (
+        [REPLICA] * stacked
+        + [REPLICA | ROWS] * counts
+        + [NOTHING] * (mirrored + mirrored_state)
+        + [REPLICA] * own_state
+    )
+    # Arrays the function closed over come first.
+    captured = [NOTHING] * (len(inner.invars) - len(inputs))
+    return output_dependence(inner, captured + inputs)
 
 
 def _by_type(leaves: list[Any], hidden: frozenset[int]) -> tuple[list[int], list[int]]:

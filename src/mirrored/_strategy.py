@@ -16,7 +16,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from mirrored import _compat, _context, _debug, _failure, _replica
+from mirrored import _compat, _context, _debug, _failure, _objects, _replica
 from mirrored._captures import fingerprint
 from mirrored._cluster import Cluster
 from mirrored._collectives import reduce_components
@@ -162,7 +162,7 @@ class Strategy(abc.ABC):
             return _debug.run_one_after_another(self, self.placement, fn, args, kwargs)
         if context.frame is not None or _compat.a_program_is_being_staged():
             return run_replicas(self, self.placement, fn, args, kwargs)
-        args, kwargs = map_nest(
+        args, kwargs = _objects.map_arguments(
             lambda leaf: leaf.placed(self.placement) if isinstance(leaf, PerReplica) else leaf,
             (args, kwargs),
         )

@@ -101,4 +101,4 @@ def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:
     if kind != "predict":
         return returned
     flat, structure = jax.tree.flatten(returned)
-    return structure.unflatten(program.true_rows(chunk, [np.array(leaf) for leaf in flat]))
+    return structure.unflatten(program.true_rows(lists, chunk, [np.array(leaf) for leaf in flat]))

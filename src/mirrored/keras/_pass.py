@@ -96,6 +96,7 @@ class Pass:
         self._on_cpu = self._placement.devices[0].platform == "cpu"
         self._flight = Flight(0 if self._on_cpu else 1)
         self._keeps_all = False
+        self._loops = False
         self._outputs = Outputs() if kind == "predict" else None
 
     def run(self) -> Any:
@@ -109,12 +110,14 @@ class Pass:
         )
         if self._outputs is not None:
             self._outputs.program = program
+            self._outputs.lists = _private.variable_lists(self._model, self._kind)
         lists = _private.variable_lists(self._model, self._kind)
         chunks = feed.chunks()
         chunk = next(chunks, None)
         logs: Any = {}
         while chunk is not None:
             position = 0
+            self._loops = self._may_loop(program, lists, chunk)
             upcoming: Chunk | None = None
             while position < chunk.filled:
                 start, count = position, self._count(chunk, position)
@@ -138,8 +141,16 @@ class Pass:
     def _result(self, logs: Any) -> Any:
         return logs if self._outputs is None else self._outputs.rows()
 
+    def _may_loop(self, program: Program, lists: list[list[Any]], chunk: Chunk) -> bool:
+        if self._calls is BatchCalls.EVERYTHING and self._source.group_size == 1:
+            return False
+        state = tuple(_private.values_of(variables) for variables in lists)
+        return program.may_loop(state, chunk)
+
     def _count(self, chunk: Chunk, position: int) -> int:
         """How many steps the next call runs: to the end of its group if callbacks may act."""
+        if not self._loops:
+            return 1
         if self._calls is not BatchCalls.EVERYTHING:
             return self._flight.next_count(chunk.filled - position)
         for index in range(position, chunk.filled):
@@ -147,17 +158,12 @@ class Pass:
                 return index - position + 1
         return chunk.filled - position
 
-    def _is_looped(self, chunk: Chunk) -> bool:
-        several = self._calls is not BatchCalls.EVERYTHING or self._source.group_size > 1
-        return several and chunk.stacked and chunk.capacity > 1
-
     def _call(
         self, program: Program, lists: list[list[Any]], chunk: Chunk, start: int, count: int
     ) -> Any:
         self._flight.make_room()
         state = tuple(_private.values_of(variables) for variables in lists)
         _separate(state)
-        looped = self._is_looped(chunk)
         self._keeps_all = program.compiled and (
             self._outputs is not None or self._calls is BatchCalls.LOGS
         )
@@ -165,13 +171,13 @@ class Pass:
         self._interrupts.hold()
         try:
             returned, state, token = program.run(
-                state, chunk, start, count, looped=looped, keep_all=self._keeps_all
+                state, chunk, start, count, looped=self._loops, keep_all=self._keeps_all
             )
             for variables, values in zip(lists, state, strict=True):
                 _private.set_values(variables, values)
         finally:
             self._interrupts.release()
-        self._flight.started(token, count, began, (chunk.rows, chunk.capacity, self._keeps_all))
+        self._flight.started(token, count, began, (chunk.rows, chunk.capacity, self._loops))
         return returned
 
     def _tell_begin(self, chunk: Chunk, start: int, count: int) -> None:
@@ -196,7 +202,7 @@ class Pass:
         return returned
 
     def _tell_each(self, chunk: Chunk, start: int, count: int, returned: Any) -> Any:
-        first = start if self._is_looped(chunk) else 0
+        first = start if self._loops else 0
         host = jax.tree.map(np.asarray, returned)
         logs: Any = {}
         for index in range(count):
@@ -215,7 +221,7 @@ class Pass:
     def _tell_predictions(
         self, outputs: Outputs, chunk: Chunk, start: int, count: int, returned: Any
     ) -> None:
-        outputs.add(returned, chunk, start if self._is_looped(chunk) else 0, count)
+        outputs.add(returned, chunk, start if self._loops else 0, count)
         if self._calls is BatchCalls.NOTHING:
             end = chunk.numbers[start + count - 1][1]
             if end is not None:
@@ -239,6 +245,7 @@ class Outputs:
         self._told = 0
         self._waiting: tuple[Any, Chunk, int, int] | None = None
         self.program: Program | None = None
+        self.lists: list[list[Any]] = []
 
     def add(self, returned: Any, chunk: Chunk, first: int, count: int) -> None:
         """Takes what a call returned; it is read when the next one is under way."""
@@ -273,7 +280,7 @@ class Outputs:
             return
         for index in range(first, first + count):
             batch = [host[index] for host in hosts]
-            self._batches.append(self.program.true_rows(chunk, batch))
+            self._batches.append(self.program.true_rows(self.lists, chunk, batch))
 
 
 def _separate(state: tuple[list[Any], ...]) -> None:

@@ -114,6 +114,44 @@ def build_by_call(model: Any, inputs: Any) -> None:
         model(inputs)
 
 
+def has_own_train_step(model: Any) -> bool:
+    """Says whether the user's class has a ``train_step``."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+def is_seed(variable: Any) -> bool:
+    """Says whether a variable is the state of a ``SeedGenerator``."""
+    return variable.name == "seed_generator_state"
+
+
+def local_updates(
+    model: Any, trainable: Any, non_trainable: Any, optimizer: Any, metrics: Any, data: Any
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs a model forward and back; returns gradients, other variables and metrics' state."""
+    x, y, sample_weight = unpack(data)
+    (_, (loss, y_pred, non_trainable, metrics)), gradients = jax.value_and_grad(
+        model.compute_loss_and_updates, has_aux=True
+    )(
+        trainable,
+        non_trainable,
+        metrics,
+        x,
+        y,
+        sample_weight,
+        training=True,
+        optimizer_variables=optimizer,
+    )
+    _, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return list(gradients), list(non_trainable), list(metrics)
+
+
+def metric_results(model: Any, metrics: Any) -> Any:
+    """Returns the logs that belong to a state of the metrics."""
+    mapping = list(zip(model.metrics_variables, metrics, strict=True))
+    with keras_backend.StatelessScope(state_mapping=mapping):
+        return model.get_metrics_result()
+
+
 def metrics_or_logs(model: Any, logs: Any) -> Any:
     """Returns the metrics' results where the step's logs are these metrics, else the logs."""
     return model._get_metrics_result_or_logs(logs)

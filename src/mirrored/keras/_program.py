@@ -6,6 +6,7 @@ state, and what comes out of it. The meaning of a step is Keras's own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from mirrored._errors import ArgumentError
 from mirrored._placement import Placement
 from mirrored.keras import _private
 from mirrored.keras._chunk import Chunk, shard_rows
+from mirrored.keras._per_replica import is_per_replica, per_replica_step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -34,6 +36,27 @@ def step_of(model: Any, kind: str) -> Step:
     return predict_step
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """One step on batches of one shape: the model's Python ran once to make it.
+
+    Attributes:
+      jaxpr: the step, from (state, chunk, position) to (outputs, state).
+      shapes: the shapes of both, as the step returned them.
+      capacity: how many batches a chunk has room for.
+      by_row: which outputs have a row for each row of the batch.
+      may_loop: whether several steps in one call are worth while.
+      functions: the compiled programs, by whether they loop and keep all outputs.
+    """
+
+    jaxpr: Any
+    shapes: Any
+    capacity: int
+    by_row: list[bool]
+    may_loop: bool
+    functions: dict[tuple[bool, bool], Callable[..., Any]]
+
+
 @final
 class Program:
     """The compiled steps of one kind of one model.
@@ -42,13 +65,14 @@ class Program:
     """
 
     def __init__(self, model: Any, kind: str, placement: Placement) -> None:
+        self._model = model
+        self._kind = kind
         self._step = step_of(model, kind)
         self._gives_rows = kind == "predict"
         self._placement = placement
         self._compiled = bool(model.jit_compile and not model.run_eagerly)
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._traces: dict[Any, Traced] = {}
         self._positions: dict[int, jax.Array] = {}
-        self._by_row: dict[Any, list[bool]] = {}
 
     @property
     def compiled(self) -> bool:
@@ -81,18 +105,29 @@ class Program:
         if not self._compiled:
             outputs, state = self._step(state, chunk.structure.unflatten(chunk.leaves))
             return outputs, state, None
-        looped = looped and chunk.stacked and chunk.capacity > 1
-        key = (chunk.structure, chunk.rows, chunk.stacked, looped, keep_all)
-        function = self._functions.get(key)
-        if function is None:
-            function = self._functions[key] = self._compile(chunk, looped, keep_all)
+        function = self._function(self._traced(state, chunk), looped, keep_all)
         return function(state, chunk.leaves, self._position(start), self._position(count))
 
-    def true_rows(self, chunk: Chunk, host: list[np.ndarray]) -> list[np.ndarray]:
+    def may_loop(self, state: Any, chunk: Chunk) -> bool:
+        """Says whether several steps in one call are worth while."""
+        if not self._compiled or not chunk.stacked or chunk.capacity == 1:
+            return False
+        return self._traced(state, chunk).may_loop
+
+    def _traced(self, state: Any, chunk: Chunk) -> Traced:
+        sizes = tuple(len(values) for values in state)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in chunk.leaves)
+        key = (chunk.structure, chunk.rows, chunk.stacked, shapes, sizes)
+        traced = self._traces.get(key)
+        if traced is None:
+            traced = self._traces[key] = self._trace(state, chunk)
+        return traced
+
+    def true_rows(self, state: Any, chunk: Chunk, host: list[np.ndarray]) -> list[np.ndarray]:
         """Takes the padding off the outputs of one batch."""
-        by_row = self._by_row.get((chunk.structure, chunk.rows))
-        if by_row is None:
+        if not self._compiled:
             return host
+        by_row = self._traced(state, chunk).by_row
         return [
             leaf[: chunk.rows[0]] if cut else leaf for leaf, cut in zip(host, by_row, strict=True)
         ]
@@ -104,9 +139,13 @@ class Program:
             found = self._positions[number] = self._placement.mirror(np.int32(number))
         return found
 
-    def _compile(self, chunk: Chunk, looped: bool, keep_all: bool) -> Callable[..., Any]:
+    def _trace(self, state: Any, chunk: Chunk) -> Traced:
         placement, structure, rows = self._placement, chunk.structure, chunk.rows
-        capacity = chunk.capacity
+        size = rows[0] if self._gives_rows and rows else None
+        by_row: list[bool] = []
+        step = self._step
+        if self._kind == "train" and is_per_replica(self._model, rows, placement.replica_count):
+            step = per_replica_step(self._model, placement)
 
         def one_step(state: Any, leaves: Sequence[Any], position: Any) -> tuple[Any, Any]:
             if chunk.stacked:
@@ -114,27 +153,49 @@ class Program:
                     _take(placement, leaf, size, position)
                     for leaf, size in zip(leaves, rows, strict=True)
                 ]
-            outputs, new_state = self._step(state, structure.unflatten(leaves))
-            size = rows[0] if self._gives_rows and rows else None
+            outputs, new_state = step(state, structure.unflatten(leaves))
             flat, output_structure = jax.tree.flatten(outputs)
             flat = [jnp.asarray(leaf) for leaf in flat]
             # Known while tracing only: which outputs have a row for each row of the batch.
-            self._by_row[structure, rows] = [
+            by_row[:] = [
                 size is not None and leaf.ndim > 0 and leaf.shape[0] == size for leaf in flat
             ]
             outputs = output_structure.unflatten([_settle(placement, leaf, size) for leaf in flat])
             return outputs, _same_types(placement, state, new_state)
 
-        def program(state: Any, leaves: Any, start: Any, count: Any) -> Any:
-            if not looped:
-                outputs, state = one_step(state, leaves, start)
-                if keep_all:
-                    outputs = jax.tree.map(lambda leaf: leaf[None], outputs)
-                return outputs, state, start + 1
-            outputs, state = _loop(one_step, state, leaves, start, count, capacity, keep_all)
-            return outputs, state, start + count
+        jaxpr, shapes = jax.make_jaxpr(one_step, return_shape=True)(
+            state, chunk.leaves, self._position(0)
+        )
+        on_cpu = placement.devices[0].platform == "cpu"
+        # XLA's CPU backend runs convolutions inside loops without its fast kernels: two
+        # steps of a small CNN in one call took as long as four in two.
+        may_loop = not (on_cpu and "conv_general_dilated" in str(jaxpr))
+        return Traced(jaxpr, shapes, chunk.capacity, by_row, may_loop, {})
 
-        return jax.jit(program, donate_argnums=0, out_shardings=(None, placement.mirrored, None))
+    def _function(self, traced: Traced, looped: bool, keep_all: bool) -> Callable[..., Any]:
+        function = traced.functions.get((looped, keep_all))
+        if function is not None:
+            return function
+        run = jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+        output_structure = jax.tree.structure(traced.shapes[0])
+
+        def program(state: Any, leaves: Any, start: Any, count: Any) -> Any:
+            flat, structure = jax.tree.flatten(state)
+            if looped:
+                outputs, flat = _loop(run, traced, flat, leaves, start, count, keep_all)
+                return output_structure.unflatten(outputs), structure.unflatten(flat), start + count
+            results = run(*flat, *leaves, start)
+            split = len(results) - len(flat)
+            outputs, flat = results[:split], results[split:]
+            if keep_all:
+                outputs = [leaf[None] for leaf in outputs]
+            return output_structure.unflatten(outputs), structure.unflatten(flat), start + 1
+
+        function = jax.jit(
+            program, donate_argnums=0, out_shardings=(None, self._placement.mirrored, None)
+        )
+        traced.functions[looped, keep_all] = function
+        return function
 
 
 def _take(placement: Placement, leaf: Any, size: int | None, position: Any) -> Any:
@@ -182,27 +243,23 @@ def _same_types(placement: Placement, before: Any, after: Any) -> Any:
 
 
 def _loop(
-    one_step: Callable[..., tuple[Any, Any]],
-    state: Any,
-    leaves: Any,
+    run: Callable[..., Any],
+    traced: Traced,
+    state: list[Any],
+    leaves: Sequence[Any],
     start: Any,
     count: Any,
-    capacity: int,
     keep_all: bool,
-) -> tuple[Any, Any]:
-    """Runs the steps with the user's code traced once, whatever their number."""
-    traced, shapes = jax.make_jaxpr(one_step, return_shape=True)(state, leaves, start)
-    run = jax.extend.core.jaxpr_as_fun(traced)
-    output_shapes, output_structure = jax.tree.flatten(shapes[0])
-    state_leaves, state_structure = jax.tree.flatten(state)
+) -> tuple[list[Any], list[Any]]:
+    """Runs the traced step any number of times; the number is known when the program runs."""
     kept = [
-        jnp.zeros((capacity, *shape.shape) if keep_all else shape.shape, shape.dtype)
-        for shape in output_shapes
+        jnp.zeros((traced.capacity, *shape.shape) if keep_all else shape.shape, shape.dtype)
+        for shape in jax.tree.leaves(traced.shapes[0])
     ]
 
     def body(position: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         current, kept = carry
-        results = run(*current, *jax.tree.leaves(leaves), position)
+        results = run(*current, *leaves, position)
         outputs, new = results[: len(kept)], results[len(kept) :]
         if keep_all:
             outputs = [
@@ -211,8 +268,8 @@ def _loop(
             ]
         return list(new), list(outputs)
 
-    state_leaves, kept = jax.lax.fori_loop(start, start + count, body, (state_leaves, kept))
-    return output_structure.unflatten(kept), state_structure.unflatten(state_leaves)
+    state, kept = jax.lax.fori_loop(start, start + count, body, (state, kept))
+    return kept, state
 
 
 def program_for(model: Any, kind: str, placement: Placement) -> Program:
