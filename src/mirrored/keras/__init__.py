@@ -23,11 +23,12 @@ except ImportError as error:
     ) from error
 
 from mirrored.keras import _entry, _scope
+from mirrored.keras._backup import Backup
 from mirrored.keras._entry import Mirrored
 from mirrored.keras._ownership import strategy_of
 from mirrored.keras._per_replica import per_replica
 
-__all__ = ["Mirrored", "companion_scope", "per_replica", "strategy_of"]
+__all__ = ["Backup", "Mirrored", "companion_scope", "per_replica", "strategy_of"]
 
 
 @contextlib.contextmanager
