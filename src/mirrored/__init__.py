@@ -27,11 +27,11 @@ from mirrored._errors import (
     VariableError,
     WorkerError,
 )
+from mirrored._function import Function, function
 from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
 from mirrored._objects import add_adapter
 from mirrored._optimizer import Optimizer
-from mirrored._program import Function, function
 from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
 from mirrored._reproducible import reproducible_value_and_grad

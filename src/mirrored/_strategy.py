@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from mirrored import _compat, _context, _debug, _failure, _objects, _replica
 from mirrored._captures import fingerprint
 from mirrored._cluster import Cluster
-from mirrored._collectives import reduce_components
 from mirrored._data import (
     DistributedDataset,
     InputContext,
@@ -30,11 +28,11 @@ from mirrored._errors import ArgumentError, ContextError
 from mirrored._finite import require_finite
 from mirrored._placement import Placement, default_placement, resolve_devices
 from mirrored._program import Programs
-from mirrored._reduction import gather_nest, reduce_nest
+from mirrored._reduce import reduce_value
+from mirrored._reduction import gather_nest
 from mirrored._run import refuse_nested, run_replicas
-from mirrored._sparse import IndexedSlices, is_reducible, reduce_slices
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten, map_nest
+from mirrored._values import PerReplica, flatten
 
 _MOST_FUNCTIONS = 128
 
@@ -203,21 +201,7 @@ class Strategy(abc.ABC):
         2.5
         """
         _context.require_cross_replica("strategy.reduce")
-        op = ReduceOp.parse(reduce_op)
-        axes = _parsed_axis(axis)
-        context = _context.current()
-        if context.replica is not None:
-            return _reduce_merged(op, value, axes, context.replica)
-        leaves, structure = jax.tree.flatten(value, is_leaf=is_reducible)
-        slices = [index for index, leaf in enumerate(leaves) if _has_slices(leaf)]
-        dense = [leaf for index, leaf in enumerate(leaves) if index not in slices]
-        results = iter(reduce_nest(self.placement, op, dense, axes))
-        return structure.unflatten(
-            [
-                reduce_slices(self.placement, op, leaf) if index in slices else next(results)
-                for index, leaf in enumerate(leaves)
-            ]
-        )
+        return reduce_value(self.placement, ReduceOp.parse(reduce_op), value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the components of per-replica values along ``axis``.
@@ -452,44 +436,3 @@ def get_strategy() -> Strategy:
     """
     strategy = _context.current().strategy
     return _DEFAULT if strategy is None else strategy
-
-
-def _parsed_axis(axis: Any) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    if not axes or not all(isinstance(item, (int, np.integer)) for item in axes):
-        raise ArgumentError(
-            fact=f"reduce was given axis={axis!r}.",
-            expected="None, an integer or a tuple of integers.",
-            hint="axis=None reduces elementwise over replicas; axis=0 also sums the rows.",
-        )
-    return tuple(int(item) for item in axes)
-
-
-def _has_slices(leaf: Any) -> bool:
-    if isinstance(leaf, PerReplica) and leaf.stacked is None:
-        return any(isinstance(part, IndexedSlices) for part in leaf.components())
-    return isinstance(leaf, IndexedSlices)
-
-
-def _reduce_merged(
-    op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replica: _replica.ReplicaContext
-) -> Any:
-    """Reduces inside merge_call, where the program's replicas are still in sight."""
-
-    def reduce_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica):
-            if op is ReduceOp.SUM or axes is not None:
-                raise ArgumentError(
-                    fact=f"reduce({op.name}) inside merge_call was given a value that is the same "
-                    "on every replica.",
-                    expected="a value that may differ between replicas.",
-                    hint="use the value itself.",
-                )
-            return leaf
-        component = leaf.stacked[0]
-        axis = None if axes is None else tuple(sorted(index % component.ndim for index in axes))
-        return reduce_components(op, [(component, None)], [axis], replica.communicator)[0]
-
-    return map_nest(reduce_leaf, value)

@@ -1,0 +1,87 @@
+"""``mirrored.function``: a Python function as one compiled program.
+
+Owns what users hold in their hands; the programs themselves are in ``_program``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from mirrored import _compat, _context
+from mirrored._program import Programs
+
+
+@final
+class Function:
+    """What ``mirrored.function`` returns: a compiled function that may use Variables."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__qualname__ = getattr(function, "__qualname__", self.__name__)
+        self.__doc__ = function.__doc__
+        self.__module__ = function.__module__
+        self._programs = Programs(function, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _runs_in_place():
+            return self.__wrapped__(*args, **kwargs)
+        return self._programs.call(args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # Makes @mirrored.function work on methods: one Function for each object.
+        if instance is None:
+            return self
+        bound = Function(self.__wrapped__.__get__(instance, owner))
+        name = self.__name__
+        if hasattr(instance, "__dict__"):
+            instance.__dict__[name] = bound
+        return bound
+
+    @property
+    def trace_count(self) -> int:
+        """How many times the Python function was compiled for new arguments."""
+        return len(self._programs.reasons)
+
+    @property
+    def retrace_reasons(self) -> tuple[str, ...]:
+        """Why each trace happened, oldest first.
+
+        Also logged at INFO level by the logger "mirrored" from the second on.
+        """
+        return tuple(self._programs.reasons)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the program for these arguments; see ``jax.jit(...).lower``."""
+        return self._programs.lower(args, kwargs)
+
+
+def _runs_in_place() -> bool:
+    """Says whether a compiled function called now becomes part of an outer program."""
+    context = _context.current()
+    if context.frame is not None or context.replica is not None:
+        return True
+    return _compat.a_program_is_being_staged()
+
+
+def function(fn: Callable[..., Any] | None = None) -> Any:
+    """Compiles a Python function that may read and write Variables.
+
+    The whole function, ``strategy.run`` and ``strategy.reduce`` included, becomes
+    one XLA program; the variables it writes are updated in place (their buffers
+    are donated). It is traced again only if shapes, dtypes, Python flags or
+    captured objects change; ``retrace_reasons`` of the result tells which.
+
+    >>> import mirrored
+    >>> counter = mirrored.Variable(0)
+    >>> @mirrored.function
+    ... def count(step):
+    ...     counter.assign_add(step)
+    ...     return counter.value
+    >>> int(count(2)), int(count(3)), count.trace_count
+    (2, 5, 1)
+    """
+    if fn is None:
+        return function
+    return Function(fn)
