@@ -6,7 +6,8 @@ The public API, and nothing else.
 from mirrored._accumulation import accumulated_value_and_grad
 from mirrored._claims import as_mirrored
 from mirrored._cluster import Cluster
-from mirrored._context import add_companion, has_strategy
+from mirrored._context import add_companion as _add_companion
+from mirrored._context import has_strategy
 from mirrored._data import DistributedDataset, InputContext
 from mirrored._errors import (
     ArgumentError,
@@ -32,7 +33,7 @@ from mirrored._errors import (
 from mirrored._function import Function, function
 from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
-from mirrored._objects import add_adapter
+from mirrored._objects import add_adapter as _add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
@@ -51,9 +52,9 @@ from mirrored._values import PerReplica
 from mirrored._variable import Variable
 
 # Keras models made in a scope learn of it if Keras has been imported.
-add_companion("keras", "mirrored.keras")
+_add_companion("keras", "mirrored.keras")
 # Flax NNX objects among the arguments of a program are taken apart and written back.
-add_adapter("flax", "mirrored.nnx")
+_add_adapter("flax", "mirrored.nnx")
 
 __version__ = "0.1.0"
 

@@ -107,12 +107,12 @@ class ReplicaContext:
         """
         return jax.tree.map(self._communicator.own, value)
 
-    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Reduces ``value`` (a nest) elementwise over the replicas.
 
         The result is the same on every replica, and its type says so.
         """
-        op = ReduceOp.parse(op)
+        op = ReduceOp.parse(reduce_op)
         with jax.named_scope(f"mirrored.all_reduce_{op.name.lower()}"):
             leaves, structure = jax.tree.flatten(value, is_leaf=is_slices)
             dense = [leaf for leaf in leaves if not is_slices(leaf)]

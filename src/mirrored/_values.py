@@ -146,6 +146,11 @@ class PerReplica:
         ids = [shard.index[0].start or 0 for shard in shards]
         return tuple(part[: counts[index]] for part, index in zip(parts, ids, strict=True))
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The same as ``components()``, as tf.distribute spells it."""
+        return self.components()
+
     def _traced_components(self) -> tuple[Any, ...]:
         if self.row_counts is not None:
             raise TracingError(

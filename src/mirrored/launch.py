@@ -37,6 +37,8 @@ from mirrored._report import (
     read_progress,
 )
 
+__all__ = ["Settings", "launch"]
+
 _POLL_SECONDS = 0.02
 # How long the others may take to say what they saw once one worker has failed.
 _LAST_WORDS_SECONDS = 0.4

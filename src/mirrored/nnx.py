@@ -25,6 +25,8 @@ from mirrored._gradients import reduce_gradients
 from mirrored._replica import ReplicaContext
 from mirrored._types import ReduceOp
 
+__all__ = ["Optimizer", "Policy", "set_policy"]
+
 _MOST_CACHED = 64
 
 # --- policies --------------------------------------------------------------------

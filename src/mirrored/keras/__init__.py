@@ -28,7 +28,7 @@ from mirrored.keras._entry import Mirrored
 from mirrored.keras._ownership import strategy_of
 from mirrored.keras._per_replica import per_replica
 
-__all__ = ["Backup", "Mirrored", "companion_scope", "per_replica", "strategy_of"]
+__all__ = ["Backup", "Mirrored", "per_replica", "strategy_of"]
 
 
 @contextlib.contextmanager

@@ -185,7 +185,12 @@ def _signature(batch: Any) -> Any:
     leaves, structure = jax.tree.flatten(batch, is_leaf=_private.is_sparse)
     if any(_private.is_sparse(leaf) for leaf in leaves):
         return ("sparse", structure)
-    return ("batch", structure, tuple((np.shape(leaf), np.result_type(leaf)) for leaf in leaves))
+    return ("batch", structure, tuple((np.shape(leaf), _dtype_of(leaf)) for leaf in leaves))
+
+
+def _dtype_of(leaf: Any) -> Any:
+    # NumPy may no longer take a JAX array for a dtype.
+    return leaf.dtype if isinstance(leaf, (jax.Array, np.ndarray)) else np.result_type(leaf)
 
 
 def _byte_count(batch: Any) -> int:
