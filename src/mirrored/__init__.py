@@ -11,6 +11,7 @@ from mirrored._data import DistributedDataset, InputContext
 from mirrored._errors import (
     ArgumentError,
     ArgumentTypeError,
+    CancelledError,
     CheckpointError,
     ClusterError,
     ContextError,
@@ -22,6 +23,7 @@ from mirrored._errors import (
     NonFiniteError,
     OwnershipError,
     PaddingError,
+    ServerError,
     ShapeError,
     TracingError,
     VariableError,
@@ -57,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CancelledError",
     "CheckpointError",
     "Cluster",
     "ClusterError",
@@ -80,6 +83,7 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "ServerError",
     "ShapeError",
     "Strategy",
     "TracingError",

@@ -7,6 +7,8 @@ raises in the same place, so ``except ValueError`` keeps working.
 
 from __future__ import annotations
 
+import concurrent.futures
+
 
 class MirroredError(Exception):
     """The root of everything this library raises on purpose."""
@@ -81,6 +83,14 @@ class ClusterError(MirroredError, RuntimeError):
 
 class WorkerError(MirroredError, RuntimeError):
     """Another worker died, stopped or failed, or did not come where it was waited for."""
+
+
+class ServerError(MirroredError, RuntimeError):
+    """A parameter server that died, is silent, or was asked for what it does not have."""
+
+
+class CancelledError(MirroredError, concurrent.futures.CancelledError):
+    """A closure that was cancelled before it ran, because another one failed."""
 
 
 class CheckpointError(MirroredError, ValueError):

@@ -1,0 +1,117 @@
+"""One training step in three styles: hand-written JAX, mirrored functional, mirrored Variables.
+
+Owns nothing of the models: each style is given a ``Problem`` and makes a function of no
+arguments that trains one step and returns the loss. All three do the same arithmetic in the
+same order, so that what differs in time or memory is the style.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import mirrored
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is trained.
+
+    ``loss_fn(weights, statistics, *batch)`` returns the loss and the new statistics (running
+    means of batch norm, say; an empty dictionary where there are none).
+    """
+
+    weights: dict[str, Any]
+    statistics: dict[str, Any]
+    batch: tuple[Any, ...]
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformation
+
+
+def hand_written(problem: Problem) -> Callable[[], Any]:
+    """Plain ``jax.jit`` with donated state, on one device."""
+    tx, gradient_of = problem.tx, jax.value_and_grad(problem.loss_fn, has_aux=True)
+
+    def step(state, batch):
+        weights, statistics, optimizer_state = state
+        (loss, statistics), gradients = gradient_of(weights, statistics, *batch)
+        updates, optimizer_state = tx.update(gradients, optimizer_state, weights)
+        return (optax.apply_updates(weights, updates), statistics, optimizer_state), loss
+
+    return _driven(jax.jit(step, donate_argnums=0), problem, lambda nest: nest)
+
+
+def functional(problem: Problem) -> Callable[[], Any]:
+    """``strategy.run`` and ``strategy.reduce`` inside ``jax.jit``."""
+    strategy = mirrored.MirroredStrategy()
+    tx, gradient_of = problem.tx, jax.value_and_grad(problem.loss_fn, has_aux=True)
+
+    def step(state, batch):
+        weights, statistics, optimizer_state = state
+        result = strategy.run(gradient_of, args=(weights, statistics, *batch))
+        (loss, statistics), gradients = strategy.reduce("mean", result)
+        updates, optimizer_state = tx.update(gradients, optimizer_state, weights)
+        return (optax.apply_updates(weights, updates), statistics, optimizer_state), loss
+
+    def place(nest):
+        return jax.device_put(nest, strategy.placement.mirrored)
+
+    return _driven(jax.jit(step, donate_argnums=0), problem, place, strategy)
+
+
+def with_variables(problem: Problem) -> Callable[[], Any]:
+    """Variables, ``mirrored.Optimizer`` and ``mirrored.function``."""
+    strategy = mirrored.MirroredStrategy()
+    with strategy.scope():
+        weights = {
+            name: mirrored.Variable(value, name=name) for name, value in problem.weights.items()
+        }
+        statistics = {
+            name: mirrored.Variable(value, name=name, trainable=False, aggregation="mean")
+            for name, value in problem.statistics.items()
+        }
+        optimizer = mirrored.Optimizer(problem.tx)
+    names, variables = list(weights), list(weights.values())
+
+    def replica_step(*batch):
+        def loss_fn():
+            values = dict(zip(names, (variable.value for variable in variables)))
+            before = {name: variable.value for name, variable in statistics.items()}
+            return problem.loss_fn(values, before, *batch)
+
+        (loss, after), gradients = mirrored.value_and_grad(loss_fn, variables, has_aux=True)
+        optimizer.apply_gradients(zip(gradients, variables))
+        for name, variable in statistics.items():
+            variable.assign(after[name])
+        return loss
+
+    @mirrored.function
+    def step(batch):
+        return strategy.reduce("mean", strategy.run(replica_step, args=batch))
+
+    (batch,) = strategy.distribute_dataset(problem.batch, batch_size=len(problem.batch[0]))
+    return lambda: step(batch)
+
+
+def _driven(
+    step: Any, problem: Problem, place: Callable[[Any], Any], strategy: Any = None
+) -> Callable[[], Any]:
+    state = place((problem.weights, problem.statistics, jax.jit(problem.tx.init)(problem.weights)))
+    state = jax.tree.map(lambda leaf: leaf.copy(), jax.device_put(state))
+    batch: Any = jax.device_put(problem.batch)
+    if strategy is not None:
+        (batch,) = strategy.distribute_dataset(problem.batch, batch_size=len(problem.batch[0]))
+
+    def call():
+        nonlocal state
+        state, loss = step(state, batch)
+        return loss
+
+    return call
+
+
+STYLES = {"jax": hand_written, "functional": functional, "variables": with_variables}
