@@ -6,7 +6,7 @@ ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos format lock clean
+.PHONY: help setup demo test check chaos format docs docs-serve api lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
@@ -14,6 +14,8 @@ help:
 	@echo "make check   ruff, format, pyright and the layers"
 	@echo "make chaos   50 seeded runs whose workers are killed, stopped and preempted (20 minutes)"
 	@echo "make format  let ruff format the files and mend what it can"
+	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
+	@echo "make api     write the snapshot of the public API anew"
 	@echo "make setup   make or refresh .venv (the others do it too)"
 	@echo "make lock    write requirements/ anew after a change of dependencies"
 	@echo "make clean   remove .venv and caches"
@@ -36,9 +38,19 @@ chaos: setup
 format: setup
 	@$(VENV_PYTHON) -m ruff check --quiet --fix . ; $(VENV_PYTHON) -m ruff format .
 
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
+
+docs-serve: setup
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+api: setup
+	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/public_api.py
+
 lock:
 	@PYTHON='$(PYTHON)' sh scripts/lock.sh $(ARGS)
 
 clean:
-	rm -rf .venv .venv-lock .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-lock .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
+import public_api
 import pytest
 
 import mirrored
@@ -60,3 +64,49 @@ def test_every_public_callable_has_an_example():
         "VariableAggregation",
         "VariableSynchronization",
     }
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(public_api.public_names())
+
+
+def test_every_name_of_tf_distribute_is_on_its_page():
+    page = (ROOT / "docs/coming-from-tf-distribute.md").read_text()
+    firsts = " ".join(re.findall(r"^\|([^|]*`[^|]*)\|", page, re.MULTILINE))
+    there = {
+        part
+        for span in re.findall(r"`([^`]*)`", firsts)
+        for part in re.split(r"\W+", span.partition("(")[0])
+    }
+    names = (ROOT / "tests/tf_distribute_names.txt").read_text().splitlines()[1:]
+    assert len(names) > 100
+    assert [name for name in names if name.rpartition(".")[2] not in there] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    named = re.findall(
+        r"\b(?:examples|tests|benchmarks|scripts|docs)/[\w./-]*\w",
+        re.sub(r"\w+://\S*", "", page.read_text()),
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path):
+    """Strict: a dead link, a page without a place, a name that is gone are errors."""
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+        timeout=120,
+    )
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        fetched = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]*)", text)
+        fetched += re.findall(r"<link[^>]* href=\"?(https?:[^\" >]*)", text)
+        assert fetched == [], page

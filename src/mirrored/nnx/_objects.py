@@ -22,8 +22,6 @@ from mirrored._errors import ContextError
 from mirrored._replica import ReplicaContext
 from mirrored.nnx._policy import Policy, policy_of, when_changed
 
-__all__ = ["Optimizer", "Policy", "set_policy"]
-
 _MOST_CACHED = 64
 
 
