@@ -12,6 +12,7 @@ from flax import nnx
 
 import mirrored
 import mirrored.nnx
+from mirrored.nnx import _policy
 
 
 class Mlp(nnx.Module):
@@ -355,7 +356,7 @@ class Seen(nnx.Variable):
 
 
 def test_the_policy_of_a_variable_type_can_be_chosen(two, monkeypatch):
-    monkeypatch.setattr(mirrored.nnx, "_POLICIES", list(mirrored.nnx._POLICIES))
+    monkeypatch.setattr(_policy, "_POLICIES", list(_policy._POLICIES))
 
     class Counter(nnx.Module):
         def __init__(self):

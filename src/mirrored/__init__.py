@@ -38,14 +38,13 @@ from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
 from mirrored._reproducible import reproducible_value_and_grad
 from mirrored._sparse import IndexedSlices
-from mirrored._strategy import (
+from mirrored._strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
-    Strategy,
-    ValueContext,
     get_strategy,
 )
+from mirrored._strategy import Strategy, ValueContext
 from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
 from mirrored._values import PerReplica
 from mirrored._variable import Variable

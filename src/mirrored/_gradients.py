@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from mirrored import _compat, _context, _replica
-from mirrored._collectives import Communicator, reduce_components
+from mirrored._collectives import Communicator
 from mirrored._errors import ArgumentError, PaddingError
+from mirrored._gradient_reduction import reduce_gradients
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
@@ -304,68 +305,3 @@ def reduce_by_loss(loss: Any, gradients: Any, communicator: Communicator) -> Any
     op = ReduceOp.MEAN if communicator.loss_is_own(loss) else ReduceOp.SUM
     with jax.named_scope(f"mirrored.gradients_{op.name.lower()}"):
         return reduce_gradients(gradients, op, communicator)
-
-
-def reduce_gradients(
-    gradients: Any,
-    op: ReduceOp,
-    communicator: Communicator,
-    *,
-    dtype: Any = None,
-    reproducible: bool = False,
-) -> Any:
-    """Reduces all gradients in one collective.
-
-    Args:
-      gradients: a nest of this replica's gradients.
-      op: SUM or MEAN.
-      communicator: the replica's way to the others.
-      dtype: what to reduce floating gradients in; their own dtype if None.
-      reproducible: whether to sum in one fixed order, whatever the number of replicas.
-    """
-    leaves, structure = jax.tree.flatten(gradients)
-    if dtype is not None or reproducible:
-        return structure.unflatten(_reduced_as_asked(leaves, op, communicator, dtype, reproducible))
-    components = [(jnp.asarray(leaf), None) for leaf in leaves]
-    axes = [None] * len(leaves)
-    return structure.unflatten(reduce_components(op, components, axes, communicator))
-
-
-def _reduced_as_asked(
-    leaves: list[Any], op: ReduceOp, communicator: Communicator, dtype: Any, reproducible: bool
-) -> list[Any]:
-    count = communicator.replica_count
-    sent = [jnp.asarray(leaf) for leaf in leaves]
-    if dtype is not None:
-        sent = [
-            leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-            for leaf in sent
-        ]
-    totals = tree_sums(sent, communicator) if reproducible else communicator.sum(sent)
-    results = []
-    for leaf, total in zip(leaves, totals, strict=True):
-        total = total.astype(jnp.asarray(leaf).dtype)
-        results.append(total / count if op is ReduceOp.MEAN else total)
-    return results
-
-
-def tree_sums(arrays: list[Any], communicator: Communicator) -> list[Any]:
-    """Sums arrays in one fixed tree over the replicas, all arrays of a dtype together."""
-    count = communicator.replica_count
-    if count & (count - 1):
-        raise ArgumentError(
-            fact=f"a reproducible sum was asked for over {count} replicas.",
-            expected="1, 2, 4, 8, ... replicas, which share one binary tree.",
-            hint="use a power of two, or leave the reproducible reduction out.",
-        )
-    totals: list[Any] = [None] * len(arrays)
-    for dtype in {array.dtype: None for array in arrays}:
-        places = [index for index, array in enumerate(arrays) if array.dtype == dtype]
-        flat = jnp.concatenate([arrays[index].reshape(-1) for index in places])
-        total = communicator.tree_sum(flat)
-        first = 0
-        for index in places:
-            size, shape = arrays[index].size, arrays[index].shape
-            totals[index] = total[first : first + size].reshape(shape)
-            first += size
-    return totals

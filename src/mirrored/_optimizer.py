@@ -1,7 +1,7 @@
 """Optimizer: an Optax transformation whose state is mirrored like its variables.
 
-Owns the reduction of gradients that still vary, and the update from the stored
-values, by which the new state is the same on all replicas.
+Owns the state and the update from the stored values, by which the new state is the
+same on all replicas. How gradients become one is in ``_gradient_reduction``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mirrored import _context, _replica
+from mirrored import _context
+from mirrored._collectives import Communicator
 from mirrored._errors import ArgumentError, OwnershipError
 from mirrored._finite import finite_flags, raise_if_not_finite
-from mirrored._gradients import reduce_gradients
+from mirrored._gradient_reduction import GradientReduction
 from mirrored._placement import Placement, default_placement
 from mirrored._sharded_state import StateShards, component
 from mirrored._shards import reduced_shards, shard_flags
-from mirrored._sparse import IndexedSlices, all_reduce_slices
+from mirrored._sparse import IndexedSlices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
@@ -76,23 +77,9 @@ class Optimizer:
             )
         context = _context.current()
         self._tx = tx
-        self._reduce = None if reduce is None else ReduceOp.parse(reduce)
-        if self._reduce in (ReduceOp.MIN, ReduceOp.MAX):
-            raise ArgumentError(
-                fact=f"Optimizer was given reduce={reduce!r}.",
-                expected='"mean", "sum" or None.',
-                hint="gradients are averaged over replicas by default.",
-            )
-        if reduction not in ("fast", "reproducible"):
-            raise ArgumentError(
-                fact=f"Optimizer was given reduction={reduction!r}.",
-                expected='"fast" or "reproducible".',
-                hint="leave it out unless the same bits are needed on other numbers of replicas.",
-            )
-        self._reproducible = reduction == "reproducible"
-        self._dtype = communication_dtype
+        self._reduction = GradientReduction(reduce, communication_dtype, reduction)
         self._shards = StateShards(tx) if shard_state else None
-        if shard_state and self._reproducible:
+        if shard_state and self._reduction.reproducible:
             raise ArgumentError(
                 fact='Optimizer was given shard_state=True and reduction="reproducible".',
                 expected="one of them.",
@@ -217,7 +204,7 @@ class Optimizer:
         elif sharded:
             self._update_shards(gradients, variables)
         elif context.replica is not None and not context.merging:
-            gradients = self._reduced(gradients, variables, context.replica)
+            gradients = self._reduced(gradients, variables, context.replica.communicator)
             with _context.entered(merging=True):
                 self._update(gradients, variables)
         else:
@@ -278,47 +265,10 @@ class Optimizer:
         )
 
     def _reduced(
-        self, gradients: list[Any], variables: list[Variable], replica: _replica.ReplicaContext
+        self, gradients: list[Any], variables: list[Variable], communicator: Communicator
     ) -> list[Any]:
-        communicator = replica.communicator
-        reduced = list(gradients)
-        varying = []
-        for index, gradient in enumerate(gradients):
-            sample = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-            if not communicator.is_own(jnp.asarray(sample)):
-                continue
-            if self._reduce is None:
-                raise ArgumentError(
-                    fact=f"the gradient of variable {variables[index].name!r} differs between "
-                    "replicas, and the optimizer was created with reduce=None.",
-                    expected="reduced gradients.",
-                    hint="use mirrored.value_and_grad, or ctx.all_reduce them first.",
-                )
-            if isinstance(gradient, IndexedSlices):
-                reduced[index] = all_reduce_slices(self._reduce, gradient, communicator)
-            else:
-                varying.append(index)
-        options = self._dtype is not None or self._reproducible
-        if options and not varying and communicator.replica_count > 1:
-            raise ArgumentError(
-                fact=f"optimizer {self.name!r} was asked for a way to reduce gradients, and was "
-                "given gradients that are reduced already.",
-                expected="this replica's own gradients.",
-                hint="use jax.value_and_grad, or mirrored.value_and_grad(..., reduce=False).",
-            )
-        if varying:
-            assert self._reduce is not None
-            with jax.named_scope(f"mirrored.gradients_{self._reduce.name.lower()}"):
-                results = reduce_gradients(
-                    [gradients[index] for index in varying],
-                    self._reduce,
-                    communicator,
-                    dtype=self._dtype,
-                    reproducible=self._reproducible,
-                )
-            for index, result in zip(varying, results, strict=True):
-                reduced[index] = result
-        return reduced
+        names = [variable.name for variable in variables]
+        return self._reduction(gradients, names, self.name, communicator)
 
     def _update_shards(self, gradients: list[Any], variables: list[Variable]) -> None:
         context = _context.current()
@@ -334,10 +284,11 @@ class Optimizer:
             gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)
             for gradient in gradients
         ]
-        if self._reduce is None and any(map(communicator.is_own, dense)):
-            self._reduced(dense, variables, context.replica)
-        mean = self._reduce is ReduceOp.MEAN
-        parts = reduced_shards(dense, communicator, mean=mean, dtype=self._dtype)
+        reduction = self._reduction
+        if reduction.op is None and any(map(communicator.is_own, dense)):
+            self._reduced(dense, variables, communicator)  # which refuses them
+        mean = reduction.op is ReduceOp.MEAN
+        parts = reduced_shards(dense, communicator, mean=mean, dtype=reduction.dtype)
         with _context.entered(merging=True):
             values = [variable.read(lend=False) for variable in variables]
             state = [

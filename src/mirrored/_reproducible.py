@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from mirrored import _context, _replica
 from mirrored._collectives import Communicator, SingleCommunicator
 from mirrored._errors import ArgumentError, PaddingError
-from mirrored._gradients import flatten_variables, in_place_of, tree_sums
+from mirrored._gradient_reduction import tree_sums
+from mirrored._gradients import flatten_variables, in_place_of
 from mirrored._types import ReduceOp
 
 

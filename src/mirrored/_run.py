@@ -1,51 +1,26 @@
 """``run``: one function on every replica, as one ``shard_map`` program.
 
-Owns the entry cast, what each kind of argument becomes inside, and the types of
-what comes out. Variables travel through the program as arguments and results.
+Owns what comes out: its types, refusing what differs though it must not, and writing
+variables back. How the function is traced is in ``_replica_trace``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
-from mirrored import _compat, _context, _objects, _replica
+from mirrored import _context, _objects, _replica
 from mirrored._arguments import Arguments
-from mirrored._claims import Claim
-from mirrored._collectives import ProgramCommunicator, to_varying
-from mirrored._errors import (
-    ContextError,
-    OwnershipError,
-    PaddingError,
-    TracingError,
-    VariableError,
-)
+from mirrored._errors import ContextError, OwnershipError, PaddingError, VariableError
 from mirrored._placement import Placement
-from mirrored._soundness import (
-    refuse_gradients_of_captures,
-    replica_program,
-    varying_outputs,
-)
+from mirrored._replica_trace import MIRRORED, SPLIT, Outline, ReplicaTrace
+from mirrored._soundness import refuse_gradients_of_captures, varying_outputs
 from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
-from mirrored._values import PerReplica, is_object_leaf
-from mirrored._variable import Variable, live_variables
-
-_AXIS = _compat.REPLICA_AXIS
-_SPLIT = PartitionSpec(_AXIS)
-_MIRRORED = PartitionSpec()
-
-_CONCRETIZATION_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
+from mirrored._values import PerReplica
+from mirrored._variable import live_variables
 
 
 def run_replicas(
@@ -70,60 +45,40 @@ def run_replicas(
     def replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         arguments = Arguments(placement, args, kwargs)
         variables = [] if frame is None else live_variables(placement)
-        return _Replicated(strategy, placement, function, arguments, variables, frame).result()
+        trace = ReplicaTrace(strategy, placement, function, arguments, variables, frame)
+        return _Replicated(placement, function, arguments, trace, frame).result()
 
     return _objects.run_with_objects(replicated, function, args, kwargs, compiled=True)
 
 
-@dataclasses.dataclass
-class _Outline:
-    """What tracing a replica function learned besides its equations."""
-
-    treedef: Any
-    # What the function returned, leaf by leaf; Python constants stay.
-    leaves: list[Any]
-    # Those of them that are claimed to be the same on all replicas.
-    claims: dict[int, Claim]
-    same: list[int]
-    own: list[int]
-    own_shapes: list[tuple[int, ...]]
-    written: list[Variable]
-    written_own: list[Variable]
-    frame: _context.Frame | None
-    rows: _replica.RowValidity | None
-    structure: Any
-
-
 @final
 class _Replicated:
-    """One call of ``run``, being traced into the surrounding program."""
+    """One call of ``run``, put into the surrounding program."""
 
     def __init__(
         self,
-        strategy: Any,
         placement: Placement,
         function: Callable[..., Any],
         arguments: Arguments,
-        variables: list[Variable],
+        trace: ReplicaTrace,
         frame: _context.Frame | None,
     ) -> None:
-        self._strategy = strategy
         self._placement = placement
         self._function = function
         self._arguments = arguments
-        self._variables = variables
+        self._trace = trace
         self._outer = frame
 
     def result(self) -> Any:
         """Traces the replicas and rebuilds their results by type."""
-        operands = self._operands()
+        operands = self._trace.operands()
         operand_count = len(jax.tree.leaves(operands))
-        inner, jaxpr, outline = self._traced(operands, frozenset())
+        inner, jaxpr, outline = self._trace.traced(operands, frozenset())
         hidden = self._hidden_differences(inner, outline)
         if hidden:
             # Typed as the same on all replicas, but decided by control flow that
             # differs: trace again with these results marked as varying.
-            inner, jaxpr, outline = self._traced(operands, hidden)
+            inner, jaxpr, outline = self._trace.traced(operands, hidden)
         refuse_gradients_of_captures(inner, operand_count)
         flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
         (same, stored), (own, components), flags = outline.structure.unflatten(flat)
@@ -142,109 +97,7 @@ class _Replicated:
                 outputs[index] = PerReplica.from_stacked(value, rows, is_batch=rows is not None)
         return outline.treedef.unflatten(outputs)
 
-    def _operands(self) -> tuple[Any, ...]:
-        per_replica = list(self._arguments.per_replica.values())
-        counts = [value.row_counts for value in per_replica if value.row_counts is not None]
-        mirrored_state, own_state = [], []
-        for variable in self._variables:
-            assert self._outer is not None
-            array = self._outer.slots[variable].ref[...]
-            (own_state if variable.on_read else mirrored_state).append(array)
-        return (
-            [value.stacked for value in per_replica],
-            [jnp.asarray(count) for count in counts],
-            list(self._arguments.mirrored.values()),
-            mirrored_state,
-            own_state,
-        )
-
-    def _traced(self, operands: Any, hidden: frozenset[int]) -> tuple[Any, Any, _Outline]:
-        outlines: list[_Outline] = []
-        jaxpr = jax.make_jaxpr(self._shard_map(outlines, hidden))(*operands)
-        return replica_program(jaxpr), jaxpr, outlines[0]
-
-    def _shard_map(self, outlines: list[_Outline], hidden: frozenset[int]) -> Any:
-        def body(
-            stacked: list[Any],
-            counts: list[Any],
-            mirrored: list[Any],
-            mirrored_state: list[Any],
-            own_state: list[Any],
-        ) -> Any:
-            communicator = ProgramCommunicator(self._placement.replica_count)
-            frame = self._inner_frame(mirrored_state, own_state)
-            arguments = self._arguments
-            values = dict(zip(arguments.per_replica, [array[0] for array in stacked], strict=True))
-            for index, array in zip(arguments.mirrored, mirrored, strict=True):
-                values[index] = _enter(array, communicator)
-            rows = arguments.rows([count[0] for count in counts])
-            args, kwargs = arguments.rebuild(values)
-            with _context.entered(
-                strategy=self._strategy,
-                placement=self._placement,
-                frame=frame,
-                replica=_replica.ReplicaContext(
-                    self._strategy, communicator, rows, _compat.current_trace()
-                ),
-                merging=False,
-                differentiated={},
-            ):
-                result = _call(self._function, args, kwargs)
-            leaves, treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
-            claims = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Claim)}
-            leaves = [leaf.value if isinstance(leaf, Claim) else leaf for leaf in leaves]
-            same, own = _by_type(leaves, hidden)
-            varying = [leaves[index] for index in own]
-            # Looked at while tracing only; XLA leaves them out.
-            bases = [claim.basis for claim in claims.values() if claim.basis is not None]
-            written, written_own = _written(frame)
-            flags = [] if frame is None else [flag for flag, _ in frame.checks]
-            outputs = (
-                ([leaves[index] for index in same], [value for _, value in written]),
-                (
-                    [jnp.expand_dims(to_varying(leaf), 0) for leaf in (*varying, *bases)],
-                    [jnp.expand_dims(value, 0) for _, value in written_own],
-                ),
-                flags,
-            )
-            outlines.append(
-                _Outline(
-                    treedef,
-                    leaves,
-                    claims,
-                    same,
-                    own,
-                    [jnp.shape(leaves[index]) for index in own],
-                    [variable for variable, _ in written],
-                    [variable for variable, _ in written_own],
-                    frame,
-                    rows,
-                    jax.tree.structure(outputs),
-                )
-            )
-            return outputs
-
-        return jax.shard_map(
-            body,
-            mesh=self._placement.mesh,
-            in_specs=(_SPLIT, _SPLIT, _MIRRORED, _MIRRORED, _SPLIT),
-            # A prefix for each kind of output, whatever their number: this is how
-            # one trace is enough although the types are known only at its end.
-            out_specs=(_MIRRORED, _SPLIT, _MIRRORED),
-            check_vma=True,
-        )
-
-    def _inner_frame(self, mirrored_state: Any, own_state: Any) -> _context.Frame | None:
-        if self._outer is None:
-            return None
-        mirrored_left, own_left = iter(mirrored_state), iter(own_state)
-        slots = {}
-        for variable in self._variables:
-            value = next(own_left)[0] if variable.on_read else next(mirrored_left)
-            slots[variable] = _context.Slot(jax.new_ref(value))
-        return _context.Frame(slots, self._placement)
-
-    def _hidden_differences(self, inner: Any, outline: _Outline) -> frozenset[int]:
+    def _hidden_differences(self, inner: Any, outline: Outline) -> frozenset[int]:
         """Finds results typed as mirrored that are not; refuses such variables."""
         varying = varying_outputs(inner)
         for variable, varies in zip(outline.written, varying[len(outline.same) :], strict=False):
@@ -262,7 +115,7 @@ class _Replicated:
         )
 
     def _with_claims_kept(
-        self, inner: Any, operands: tuple[Any, ...], outline: _Outline, own: list[Any]
+        self, inner: Any, operands: tuple[Any, ...], outline: Outline, own: list[Any]
     ) -> list[Any]:
         """Checks what is claimed to be the same on all replicas, and makes it one array."""
         if not outline.claims:
@@ -293,12 +146,12 @@ class _Replicated:
         return jax.shard_map(
             lambda values: [value[0] for value in values],
             mesh=self._placement.mesh,
-            in_specs=(_SPLIT,),
-            out_specs=_MIRRORED,
+            in_specs=(SPLIT,),
+            out_specs=MIRRORED,
             check_vma=False,
         )(stacked)
 
-    def _store(self, outline: _Outline, stored: Any, components: Any, flags: Any) -> None:
+    def _store(self, outline: Outline, stored: Any, components: Any, flags: Any) -> None:
         if self._outer is None or outline.frame is None:
             return
         for variable in outline.frame.touched():
@@ -313,7 +166,7 @@ class _Replicated:
         if agree is not None and outline.rows is not None and outline.rows.asked:
             self._outer.checks.append((agree, _require_agreement))
 
-    def _per_row_outputs(self, outline: _Outline) -> set[int]:
+    def _per_row_outputs(self, outline: Outline) -> set[int]:
         """Finds the outputs whose rows are the rows of a padded batch.
 
         They are those that grow by a row when the batch does.
@@ -338,20 +191,11 @@ class _Replicated:
         return per_row
 
     def _shapes_with_one_more_row(self) -> list[tuple[int, ...]] | None:
-        longer = _Replicated(
-            self._strategy,
-            self._placement,
-            self._function,
-            self._arguments.with_one_more_row(),
-            self._variables,
-            self._outer,
-        )
-        outlines: list[_Outline] = []
+        longer = self._trace.with_arguments(self._arguments.with_one_more_row())
         try:
-            jax.eval_shape(longer._shard_map(outlines, frozenset()), *longer._operands())
+            return longer.own_shapes()
         except Exception:  # noqa: BLE001 (any failure means: the function fixes its row count)
             return None
-        return outlines[0].own_shapes
 
     def _refuse_padding(self, rows: _replica.RowValidity) -> None:
         name = getattr(self._function, "__qualname__", repr(self._function))
@@ -380,38 +224,6 @@ def _dependence(inner: Any, operands: tuple[Any, ...]) -> list[int]:
     return output_dependence(inner, captured + inputs)
 
 
-def _by_type(leaves: list[Any], hidden: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Sorts the arrays among the results: provably the same on all replicas, or not."""
-    same: list[int] = []
-    own: list[int] = []
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            continue
-        varies = index in hidden or _compat.varies_over_replicas(leaf)
-        (own if varies else same).append(index)
-    return same, own
-
-
-_Written = list[tuple[Variable, Any]]
-
-
-def _written(frame: _context.Frame | None) -> tuple[_Written, _Written]:
-    """The new values of written variables: mirrored ones, and components of ON_READ ones."""
-    mirrored: _Written = []
-    own: _Written = []
-    for variable, slot in ({} if frame is None else frame.slots).items():
-        if slot.written:
-            (own if variable.on_read else mirrored).append((variable, slot.ref[...]))
-    for variable, value in mirrored:
-        if _compat.varies_over_replicas(value):
-            raise VariableError(
-                fact=f"variable {variable.name!r} would differ between replicas.",
-                expected="a value that is provably the same on all replicas.",
-                hint='reduce it first with ctx.all_reduce("mean", value).',
-            )
-    return mirrored, own
-
-
 def _require_agreement(agree: Any) -> None:
     if not agree:
         raise PaddingError(
@@ -419,38 +231,6 @@ def _require_agreement(agree: Any) -> None:
             expected="one batch, or batches whose rows belong together.",
             hint="run them one after the other, or pass remainder='drop' to distribute_dataset.",
         )
-
-
-def _enter(array: Any, communicator: ProgramCommunicator) -> Any:
-    """The entry cast: what enters belongs to the replica from here on."""
-    if _compat.is_typed_key(array):
-        # A key that all replicas share would give them all the same dropout mask.
-        return _replica.fold_in_replica(array, communicator)
-    return to_varying(array)
-
-
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except _CONCRETIZATION_ERRORS as error:
-        raise TracingError(
-            fact="the replica function asked in Python for a value that is known only when the "
-            f"program runs ({type(error).__name__}).",
-            expected="one program for all replicas: no Python `if`, `while`, int() or NumPy call "
-            "on a traced value such as replica_id_in_sync_group.",
-            hint="use jax.lax.cond or jnp.where; to look at concrete values, run inside "
-            "`with strategy.debug():`.",
-        ) from error
-    except TypeError as error:
-        if "manual axis types do not match" not in str(error):
-            raise
-        raise TracingError(
-            fact="a carry of jax.lax.scan or while_loop (or the branches of cond) starts as a "
-            "value that is the same on all replicas and becomes one that may differ.",
-            expected="one type throughout.",
-            hint="start with a value of this replica: "
-            "mirrored.get_replica_context().own(jnp.zeros(...)).",
-        ) from error
 
 
 def refuse_nested(what: str) -> None:

@@ -1,13 +1,12 @@
 """Variable: one array with a placement and an aggregation.
 
 Owns the rules of reading and writing in every context, so that no sequence of
-writes leaves a mirrored variable different between replicas. How a program
-carries variables through a trace is in ``_program``.
+writes leaves a mirrored variable different between replicas; the errors' words are in
+``_variable_errors``. How a program carries variables through a trace is in ``_program``.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 import weakref
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrored import _compat, _context
+from mirrored import _variable_errors as errors
 from mirrored._collectives import from_first_replica, reduce_components
-from mirrored._errors import ArgumentError, ContextError, OwnershipError, VariableError
 from mirrored._operators import ReadsAsArray
 from mirrored._placement import Placement, default_placement
 from mirrored._reduction import reduce_nest
@@ -83,26 +82,17 @@ class Variable(NestLeaf, ReadsAsArray):
         self.serial = serial = next(_SERIAL)
         self.name = name if name is not None else f"variable_{serial}"
         if context.frame is not None or context.replica is not None:
-            raise ContextError(
-                fact=f"variable {self.name!r} was created inside a replica function or a "
-                "mirrored.function.",
-                expected="variables created once, before training starts.",
-                hint="create it outside, inside `with strategy.scope():`.",
-            )
+            raise errors.created_inside(self.name)
         self.trainable = trainable
         self.synchronization = VariableSynchronization.parse(synchronization)
         self.aggregation = VariableAggregation.parse(aggregation)
         self.placement: Placement = context.placement or default_placement()
-        self.created_at = _caller()
+        self.created_at = errors.caller()
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, Variable):
             value = value.read(lend=False)
         if _compat.is_traced(value) or _compat.a_program_is_being_staged():
-            raise ContextError(
-                fact=f"variable {self.name!r} was created while JAX traces a program.",
-                expected="variables created once, outside jax.jit and jax.grad.",
-                hint="create it before the compiled function is called.",
-            )
+            raise errors.created_in_trace(self.name)
         value = jnp.asarray(value, dtype=dtype)
         self._check_aggregation(value.dtype)
         self.shape = value.shape
@@ -118,11 +108,7 @@ class Variable(NestLeaf, ReadsAsArray):
 
     def _check_aggregation(self, dtype: Any) -> None:
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-            raise VariableError(
-                fact=f"variable {self.name!r} has dtype {dtype} and aggregation MEAN.",
-                expected="a floating dtype for MEAN, since the mean of integers is not one.",
-                hint='use aggregation="sum" or "only_first_replica", or a float dtype.',
-            )
+            raise errors.mean_of_integers(self.name, dtype)
 
     @property
     def on_read(self) -> bool:
@@ -193,12 +179,7 @@ class Variable(NestLeaf, ReadsAsArray):
     def _read_op(self) -> ReduceOp:
         op = _AGGREGATED_READ.get(self.aggregation)
         if op is None:
-            raise VariableError(
-                fact=f"variable {self.name!r} (ON_READ, aggregation NONE) was read in "
-                "cross-replica context, where its components have no single value.",
-                expected="an aggregation, or a read inside a replica function.",
-                hint='create it with aggregation="sum", "mean" or "only_first_replica".',
-            )
+            raise errors.not_one_value(self.name)
         return op
 
     def _slot(self, context: _context.Context, action: str) -> _context.Slot | None:
@@ -208,41 +189,18 @@ class Variable(NestLeaf, ReadsAsArray):
             if context.replica is not None:
                 self._check_owner(context.placement)
             if _compat.a_program_is_being_staged():
-                raise ContextError(
-                    fact=f"variable {self.name!r} was {action} inside jax.jit (or another JAX "
-                    "transformation that compiles), which would freeze its value.",
-                    expected="variables used inside mirrored.function or strategy.run, or eagerly.",
-                    hint="replace @jax.jit by @mirrored.function, or pass variable.value as an "
-                    "argument.",
-                )
+                raise errors.frozen(self.name, action)
             return None
         slot = frame.slot(self)
         if slot is None:
             self._check_owner(frame.placement)
-            raise ContextError(
-                fact=f"variable {self.name!r} was created while the function using it was traced.",
-                expected="variables created before the function is called.",
-                hint="create it outside the function.",
-            )
+            raise errors.created_while_traced(self.name)
         return slot
 
     def _check_owner(self, placement: Placement | None) -> None:
         if placement is None or placement is self.placement:
             return
-        if self.placement is default_placement():
-            raise OwnershipError(
-                fact=f"variable {self.name!r}, created outside any scope at {self.created_at}, "
-                f"was used in {placement.describe()}.",
-                expected="variables of a strategy created inside its scope.",
-                hint=f"move the line {self.created_at} inside `with strategy.scope():`.",
-            )
-        raise OwnershipError(
-            fact=f"variable {self.name!r} of {self.placement.describe()} was used in "
-            f"{placement.describe()}.",
-            expected="a variable of the strategy that runs.",
-            hint=f"create it in the scope of the strategy that runs ({self.created_at}), or run "
-            "with the strategy it belongs to.",
-        )
+        raise errors.other_owner(self.name, self.placement, self.created_at, placement)
 
     # --- writing ---------------------------------------------------------------
 
@@ -261,20 +219,9 @@ class Variable(NestLeaf, ReadsAsArray):
     def _write(self, action: str, value: Any, combine: Any) -> Variable:
         context = _context.current()
         if context.differentiated and self in context.differentiated:
-            raise VariableError(
-                fact=f"variable {self.name!r} was written inside the loss function that is "
-                "differentiated with respect to it.",
-                expected="writes after the gradient is taken.",
-                hint="move the write behind value_and_grad.",
-            )
+            raise errors.written_in_loss(self.name)
         if isinstance(value, PerReplica):
-            raise VariableError(
-                fact=f"{action} of variable {self.name!r} was given a PerReplica value in "
-                "cross-replica context.",
-                expected="one value for all replicas.",
-                hint='reduce it first: strategy.reduce("mean", value); or write inside '
-                "strategy.run with an aggregation.",
-            )
+            raise errors.given_per_replica(self.name, action)
         slot = self._slot(context, "written")
         value = self._checked(action, value)
         if slot is None:
@@ -305,19 +252,9 @@ class Variable(NestLeaf, ReadsAsArray):
             except ValueError:
                 fits = False
         if not fits:
-            raise VariableError(
-                fact=f"{action} of variable {self.name!r} of shape {self.shape} was given a value "
-                f"of shape {value.shape}.",
-                expected=f"shape {self.shape}.",
-                hint="check the axes of the value; a variable never changes its shape.",
-            )
+            raise errors.other_shape(self.name, self.shape, action, value.shape)
         if jnp.issubdtype(value.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
-            raise VariableError(
-                fact=f"{action} of variable {self.name!r} of dtype {self.dtype} was given "
-                f"{value.dtype}.",
-                expected=f"a value that {self.dtype} can hold.",
-                hint=f"convert it with .astype({self.dtype}), or give the variable a float dtype.",
-            )
+            raise errors.other_dtype(self.name, self.dtype, action, value.dtype)
         return value.astype(self.dtype)
 
     def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
@@ -340,15 +277,7 @@ class Variable(NestLeaf, ReadsAsArray):
         return self._refuse_varying(action)
 
     def _refuse_varying(self, action: str) -> Any:
-        raise VariableError(
-            fact=f"{action} of variable {self.name!r} (aggregation {self.aggregation.name}) was "
-            "given a value that may differ between replicas.",
-            expected="a value that is provably the same on all replicas, or an aggregation that "
-            "makes it so.",
-            hint='reduce it first with ctx.all_reduce("mean", value); or create the variable with '
-            "an aggregation; or, to compute from the stored values, write inside "
-            "ctx.merge_call(lambda strategy: variable.assign(...)).",
-        )
+        raise errors.would_differ(self.name, self.aggregation, action)
 
     def _write_component(
         self, context: _context.Context, action: str, slot: _context.Slot, value: Any, combine: Any
@@ -383,13 +312,7 @@ class Variable(NestLeaf, ReadsAsArray):
         return read()
 
     def _refuse_cross(self, action: str) -> None:
-        raise VariableError(
-            fact=f"{action} of variable {self.name!r} (ON_READ, aggregation "
-            f"{self.aggregation.name}) was called in cross-replica context.",
-            expected="a write inside strategy.run, or an aggregation for which it has a meaning.",
-            hint="write inside strategy.run"
-            + (", or use assign." if self.aggregation is VariableAggregation.SUM else "."),
-        )
+        raise errors.no_cross_write(self.name, self.aggregation, action)
 
     def _spread(self, value: Any) -> Any:
         """Makes the stacked components whose aggregate is ``value``."""
@@ -446,10 +369,10 @@ class Variable(NestLeaf, ReadsAsArray):
         )
 
     def __copy__(self) -> Variable:
-        raise _not_copyable(self)
+        raise errors.not_copyable(self.name)
 
     def __deepcopy__(self, memo: Any) -> Variable:
-        raise _not_copyable(self)
+        raise errors.not_copyable(self.name)
 
 
 # Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and
@@ -457,14 +380,6 @@ class Variable(NestLeaf, ReadsAsArray):
 jax.tree_util.register_pytree_node(
     Variable, lambda variable: ((variable.read(),), None), lambda _, children: children[0]
 )
-
-
-def _not_copyable(variable: Variable) -> ArgumentError:
-    return ArgumentError(
-        fact=f"variable {variable.name!r} was copied.",
-        expected="one object for each variable, since programs refer to it.",
-        hint="create a new mirrored.Variable(variable.value) in the scope.",
-    )
 
 
 def live_variables(placement: Placement | None) -> list[Variable]:
@@ -483,12 +398,3 @@ def return_lent(variables: list[Variable]) -> None:
         if variable.serial in _LENT:
             variable.storage = jnp.copy(variable.storage)
             _LENT.discard(variable.serial)
-
-
-def _caller() -> str:
-    """Finds the line outside this library that is creating a variable."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mirrored."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,13 +1,11 @@
-"""Flax NNX with strategies: modules, optimizers, metrics and random streams in ``run``.
+"""NNX objects at the door of a program, inside it, and written back at its end.
 
-Owns what becomes of each kind of ``nnx.Variable`` in a replica and on its way back
-(policies), the optimizer that reduces gradients, and how NNX objects are taken apart
-and written back. It uses NNX's public graph functions only.
+Owns taking modules apart into arrays, remembering how, and what each changed variable
+becomes by its policy. It uses NNX's public graph functions only.
 """
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections.abc import Hashable
@@ -17,147 +15,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mirrored import _context, _objects
+from mirrored import _objects
 from mirrored._claims import Claim
 from mirrored._collectives import Communicator
-from mirrored._errors import ArgumentError, ContextError
-from mirrored._gradients import reduce_gradients
+from mirrored._errors import ContextError
 from mirrored._replica import ReplicaContext
-from mirrored._types import ReduceOp
+from mirrored.nnx._policy import Policy, policy_of, when_changed
 
 _MOST_CACHED = 64
-
-# --- policies --------------------------------------------------------------------
-
-
-@final
-class Policy(enum.Enum):
-    """What becomes of variables that a replica function changes.
-
-    AGREE: their new value must be provably the same on all replicas.
-    MEAN: it is averaged over replicas (weighted by the real rows of the batch).
-    SUM: each replica adds to it, and the contributions are added up.
-    FIRST: replica 0's value is kept.
-    """
-
-    AGREE = "agree"
-    MEAN = "mean"
-    SUM = "sum"
-    FIRST = "first"
-
-
-_POLICIES: list[tuple[Any, Policy]] = [
-    (nnx.BatchStat, Policy.MEAN),
-    (nnx.metrics.MetricState, Policy.SUM),
-]
-
-
-def set_policy(filter: Any, policy: Policy | str) -> None:
-    """Changes what becomes of variables in ``strategy.run``; the last call that fits wins.
-
-    By default ``nnx.BatchStat`` is averaged ("mean"), the state of ``nnx.metrics`` is
-    added up ("sum"), and everything else must come out the same on all replicas
-    ("agree").
-
-    Args:
-      filter: an NNX filter: a Variable type, ``nnx.PathContains("ema")``, a predicate...
-      policy: "agree", "mean", "sum" or "first".
-
-    >>> from flax import nnx
-    >>> import mirrored.nnx
-    >>> class Ema(nnx.Variable):
-    ...     pass
-    >>> mirrored.nnx.set_policy(Ema, "mean")
-    """
-    try:
-        chosen = Policy(policy)
-    except ValueError:
-        raise ArgumentError(
-            fact=f"set_policy was given {policy!r}.",
-            expected=f"one of {', '.join(repr(member.value) for member in Policy)}.",
-            hint='write for example mirrored.nnx.set_policy(nnx.BatchStat, "mean").',
-        ) from None
-    _POLICIES.append((filter, chosen))
-    _cache.clear()
-    _shapes.clear()
-
-
-def _policy_of(path: Any, variable: Any) -> Policy:
-    for chosen, policy in reversed(_POLICIES):
-        if nnx.filterlib.to_predicate(chosen)(path, variable):
-            return policy
-    return Policy.AGREE
-
-
-# --- the optimizer -----------------------------------------------------------------
-
-
-class Optimizer(nnx.Optimizer):
-    """An ``nnx.Optimizer`` that reduces gradients that still differ between replicas.
-
-    Used exactly like ``nnx.Optimizer``. Inside ``strategy.run``, ``update`` first
-    averages the gradients over the replicas in one all-reduce, unless they are the same
-    on all replicas already (``mirrored.value_and_grad``, ``ctx.all_reduce``).
-
-    Args:
-      model: the module.
-      tx: any Optax transformation.
-      wrt: which variables to update, as in ``nnx.Optimizer``.
-      reduce: "mean" or "sum".
-
-    >>> import optax
-    >>> from flax import nnx
-    >>> import mirrored
-    >>> import mirrored.nnx
-    >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
-    >>> with strategy.scope():
-    ...     model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
-    ...     optimizer = mirrored.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    >>> def train_step(model, optimizer, x):
-    ...     loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-    ...     optimizer.update(model, gradients)
-    ...     return loss
-    >>> batch = mirrored.PerReplica([[[1.0]], [[2.0]]])
-    >>> before = float(model.kernel[0, 0])
-    >>> losses = strategy.run(train_step, args=(model, optimizer, batch))
-    >>> round(float(model.kernel[0, 0]) / before, 4)
-    0.5
-    """
-
-    def __init__(
-        self, model: Any, tx: Any, *, wrt: Any = nnx.Param, reduce: ReduceOp | str = "mean"
-    ) -> None:
-        super().__init__(model, tx, wrt=wrt)
-        self.reduce = ReduceOp.parse(reduce)
-        if self.reduce not in (ReduceOp.MEAN, ReduceOp.SUM):
-            raise ArgumentError(
-                fact=f"mirrored.nnx.Optimizer was given reduce={reduce!r}.",
-                expected='"mean" or "sum".',
-                hint="gradients are averaged over replicas by default.",
-            )
-
-    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Reduces the gradients where they vary and updates the model."""
-        return super().update(model, _reduced(self.reduce, grads), **kwargs)
-
-
-def _reduced(op: ReduceOp, gradients: Any) -> Any:
-    context = _context.current()
-    if context.replica is None or context.merging:
-        return gradients
-    communicator = context.replica.communicator
-    leaves, structure = jax.tree.flatten(gradients)
-    varying = [index for index, leaf in enumerate(leaves) if communicator.is_own(leaf)]
-    if not varying:
-        return gradients
-    with jax.named_scope(f"mirrored.gradients_{op.name.lower()}"):
-        results = reduce_gradients([leaves[index] for index in varying], op, communicator)
-    for index, result in zip(varying, results, strict=True):
-        leaves[index] = result
-    return structure.unflatten(leaves)
-
-
-# --- objects in programs -------------------------------------------------------------
 
 
 def argument_adapter() -> _objects.Adapter:
@@ -192,6 +57,14 @@ class _Shape:
 
 
 _shapes: dict[Any, _Shape] = {}
+
+
+def _forget() -> None:
+    _cache.clear()
+    _shapes.clear()
+
+
+when_changed(_forget)
 
 
 @final
@@ -324,7 +197,7 @@ class _InnerObjects(_objects.Inner):
     ) -> None:
         self._taken = taken
         self._policies = [
-            Policy.AGREE if variable is None else _policy_of(path[1:], variable)
+            Policy.AGREE if variable is None else policy_of(path[1:], variable)
             for path, variable in taken.places
         ]
         self._entered = list(arrays)
