@@ -69,7 +69,7 @@ def initial_weights(size: Size, seed: int = 0) -> dict[str, np.ndarray]:
         "norm_scale": np.ones(width, np.float32),
         "norm_offset": np.zeros(width, np.float32),
     }
-    deep = 0.02 / np.sqrt(2 * size.layers)
+    deep = float(0.02 / np.sqrt(2 * size.layers))
     for layer in range(size.layers):
         weights |= {
             f"{layer}/norm1_scale": np.ones(width, np.float32),

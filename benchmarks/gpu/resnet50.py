@@ -54,7 +54,7 @@ def initial_weights(size: Size, seed: int = 0) -> tuple[dict[str, Any], dict[str
     statistics: dict[str, np.ndarray] = {}
 
     def convolution(name: str, width: int, inside: int, outside: int) -> None:
-        scale = np.sqrt(2 / (width * width * outside))
+        scale = float(np.sqrt(2 / (width * width * outside)))
         shape = (width, width, inside, outside)
         weights[f"{name}.weight"] = generator.standard_normal(shape, dtype=np.float32) * scale
 

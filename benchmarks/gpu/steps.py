@@ -45,9 +45,8 @@ def hand_written(problem: Problem) -> Callable[[], Any]:
     return _driven(jax.jit(step, donate_argnums=0), problem, lambda nest: nest)
 
 
-def functional(problem: Problem) -> Callable[[], Any]:
-    """``strategy.run`` and ``strategy.reduce`` inside ``jax.jit``."""
-    strategy = mirrored.MirroredStrategy()
+def functional_step(problem: Problem, strategy: mirrored.Strategy) -> Any:
+    """Compiles (state, batch) -> (state, loss) for all replicas of a strategy."""
     tx, gradient_of = problem.tx, jax.value_and_grad(problem.loss_fn, has_aux=True)
 
     def step(state, batch):
@@ -57,10 +56,17 @@ def functional(problem: Problem) -> Callable[[], Any]:
         updates, optimizer_state = tx.update(gradients, optimizer_state, weights)
         return (optax.apply_updates(weights, updates), statistics, optimizer_state), loss
 
+    return jax.jit(step, donate_argnums=0)
+
+
+def functional(problem: Problem) -> Callable[[], Any]:
+    """``strategy.run`` and ``strategy.reduce`` inside ``jax.jit``."""
+    strategy = mirrored.MirroredStrategy()
+
     def place(nest):
         return jax.device_put(nest, strategy.placement.mirrored)
 
-    return _driven(jax.jit(step, donate_argnums=0), problem, place, strategy)
+    return _driven(functional_step(problem, strategy), problem, place, strategy)
 
 
 def with_variables(problem: Problem) -> Callable[[], Any]:
