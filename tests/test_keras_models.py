@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from conftest import make_strategy
 
 import mirrored
 import mirrored.keras
+from mirrored.keras._flight import Pace
 
 X = np.arange(14, dtype="float32").reshape(7, 2) / 14
 Y = X.sum(axis=1, keepdims=True)
@@ -210,6 +214,97 @@ def test_one_trace_and_a_fixed_number_of_programs(two):
     # Once to build (by Keras), and once for each shape of batch.
     assert traces[-2:] == [(4, 1), (3, 1)]
     assert len(traces) == 3
+
+
+class OwnFunctions(keras.Model):
+    """Makes its step functions itself, as Keras lets a class do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.calls = 0
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def make_train_function(self, force=False):
+        step = jax.jit(self.train_step)
+
+        def function(state, iterator):
+            self.calls += 1
+            return step(state, next(iterator))
+
+        self.train_function = function
+
+    def make_predict_function(self, force=False):
+        def function(state, iterator):
+            outputs, others = self.predict_step(state, next(iterator))
+            return 2 * outputs, (state[0], others)
+
+        self.predict_function = function
+
+
+def test_a_class_may_make_its_step_functions_itself(two):
+    found = []
+    for strategy in (None, two):
+        keras.utils.set_random_seed(2)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            model = OwnFunctions()
+            model.compile("adam", "mse")
+        losses = [*fit(model)["loss"], *fit(model)["loss"], model.train_on_batch(X, Y)]
+        assert model.calls == 5
+        found.append((losses, model.predict(X, batch_size=4, verbose=0)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=2e-6)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=2e-6)
+
+
+def test_a_generator_may_train_and_ask_another_model(two):
+    found = []
+    for strategy in (None, two):
+        keras.utils.set_random_seed(2)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            student, teacher = keras.Sequential(layers()), keras.Sequential(layers())
+            student.compile("sgd", "mse")
+            teacher.compile("sgd", "mse")
+
+        def batches(teacher=teacher):
+            while True:
+                teacher.train_on_batch(X[:5], Y[:5])
+                yield X, teacher.predict(X, verbose=0)
+
+        history = student.fit(batches(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0)
+        found.append(history.history["loss"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_variables_that_share_an_array_are_trained_apart(two):
+    found = []
+    for shared in (True, False):
+        keras.utils.set_random_seed(2)
+        with two.scope():
+            model = keras.Sequential(layers())
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+        fit(model)
+        averages = [v for v in model.optimizer.variables if "average" in v.path]
+        assert len(averages) == 4
+        for variable, average in zip(model.trainable_variables, averages):
+            average.assign(variable.value if shared else np.array(variable.value))
+        loss = model.train_on_batch(X, Y)
+        found.append((loss, [np.asarray(v.value).tolist() for v in averages]))
+    assert found[0] == found[1]
+
+
+def test_calls_of_one_chunk_have_equal_lengths():
+    pace = Pace()
+    assert pace.next_count("step", 128) == 1
+    pace.measured("step", 1, began=0.0)  # compiled: says nothing
+    assert pace.next_count("step", 128) == 1
+    pace.measured("step", 1, began=time.perf_counter() + 1)  # as fast as can be: grows by 8
+    assert pace.next_count("step", 5) == 5
+    assert pace.next_count("step", 17) == 6
+    pace.measured("step", 8, began=time.perf_counter() - 8)  # a second each
+    assert pace.next_count("step", 17) == 1
+    assert pace.next_count("other", 17) == 1
 
 
 def test_the_mixin_says_the_same(two):

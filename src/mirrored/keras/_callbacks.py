@@ -15,8 +15,14 @@ from mirrored.keras import _private
 
 @enum.unique
 class BatchCalls(enum.Enum):
-    """What the callbacks of a run want of each batch."""
+    """What the callbacks of a run want of each batch.
 
+    NO_CALLS: none has a hook for batches. NOTHING: some have, and do not mind how many
+    batches went by. LOGS: a call for each batch, with its logs. EVERYTHING: that, and the
+    model as it is after this batch.
+    """
+
+    NO_CALLS = "no calls"
     NOTHING = "nothing"
     LOGS = "logs"
     EVERYTHING = "everything"
@@ -32,10 +38,17 @@ _HOOKS = {
 def batch_calls(callbacks: Any, kind: str) -> BatchCalls:
     """Judges a CallbackList: the most demanding of its callbacks decides."""
     wants = [_wants(callback, kind) for callback in callbacks.callbacks]
-    for level in (BatchCalls.EVERYTHING, BatchCalls.LOGS):
+    if type(callbacks) is not keras.callbacks.CallbackList:
+        wants.append(_wants_of_list(callbacks, kind))
+    for level in (BatchCalls.EVERYTHING, BatchCalls.LOGS, BatchCalls.NOTHING):
         if level in wants:
             return level
-    return BatchCalls.NOTHING
+    return BatchCalls.NO_CALLS
+
+
+def _wants_of_list(callbacks: Any, kind: str) -> BatchCalls:
+    own = all(_is_from(callbacks, hook, keras.callbacks.CallbackList) for hook in _HOOKS[kind])
+    return BatchCalls.NO_CALLS if own else BatchCalls.EVERYTHING
 
 
 def _wants(callback: Any, kind: str) -> BatchCalls:
@@ -43,7 +56,7 @@ def _wants(callback: Any, kind: str) -> BatchCalls:
         hook for hook in _HOOKS[kind] if not _is_from(callback, hook, keras.callbacks.Callback)
     ]
     if not hooked:
-        return BatchCalls.NOTHING
+        return BatchCalls.NO_CALLS
     for known, judge in _KNOWN.items():
         if isinstance(callback, known) and all(_is_from(callback, hook, known) for hook in hooked):
             return judge(callback)

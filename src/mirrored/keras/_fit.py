@@ -70,8 +70,7 @@ def fit(
             for epoch in range(_private.first_epoch(model, initial_epoch), epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
-                logs = epoch_pass.run()
-                epoch_logs = dict(_private.metrics_or_logs(model, logs))
+                epoch_logs = dict(epoch_pass.run())
                 if validation_data is not None and _private.should_evaluate(
                     model, epoch, validation_freq
                 ):
@@ -159,7 +158,7 @@ def evaluate(
         callbacks.on_test_begin()
         model.reset_metrics()
         logs = Pass(model, "test", strategy, source, callbacks, interrupts).run()
-        logs = _private.pythonify_logs(_private.metrics_or_logs(model, logs))
+        logs = _private.pythonify_logs(logs)
         callbacks.on_test_end(logs)
     return logs if return_dict else _private.in_metric_order(model, logs)
 

@@ -14,6 +14,7 @@ from mirrored._errors import ArgumentError
 from mirrored.keras import _private, _scope
 from mirrored.keras._chunk import place_batches, place_whole
 from mirrored.keras._fit import prepare
+from mirrored.keras._flight import Flight
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
 from mirrored.keras._program import Program, program_for
@@ -86,18 +87,19 @@ def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:
     else:
         chunk = place_whole(placement, data, numbers)
     lists = _private.variable_lists(model, kind)
-    state = tuple(_private.values_of(variables) for variables in lists)
     interrupts = Interrupts()
-    with interrupts.watched():
+    flight = Flight(on_cpu=placement.devices[0].platform == "cpu")
+    with interrupts.watched(), flight.turn():
+        state = tuple(_private.values_of(variables) for variables in lists)
         interrupts.hold()
         try:
             returned, state, token = program.run(state, chunk, 0, 1, looped=False, keep_all=False)
             for variables, values in zip(lists, state, strict=True):
                 _private.set_values(variables, values)
+            if token is not None:
+                token.block_until_ready()
         finally:
             interrupts.release()
-    if token is not None:
-        token.block_until_ready()
     if kind != "predict":
         return returned
     flat, structure = jax.tree.flatten(returned)

@@ -8,68 +8,21 @@ model, and callbacks read and write what they like.
 
 from __future__ import annotations
 
-import collections
 import time
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mirrored.keras import _private
 from mirrored.keras._callbacks import BatchCalls, batch_calls
 from mirrored.keras._chunk import Chunk
+from mirrored.keras._flight import Flight
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._program import Program, program_for
 from mirrored.keras._source import Feed, Source
 
-# How long one call may take: progress bars and Ctrl-C wait for its end.
-_CALL_SECONDS = 0.05
 _STOP_FLAGS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
-
-
-@final
-class Flight:
-    """The calls under way, and how many steps the next one should run.
-
-    Two programs with collectives that overlap on XLA's CPU devices can wait for each
-    other's threads for ever, so there one is let finish before the next is given.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._under_way: collections.deque[tuple[Any, int, float, Any]] = collections.deque()
-        self._count = 1
-        self._warm: set[Any] = set()
-
-    def next_count(self, most: int) -> int:
-        """The number of steps for the next call."""
-        return max(1, min(self._count, most))
-
-    def started(self, token: Any, count: int, began: float, program: Any) -> None:
-        """Notes a call just given to the devices."""
-        if token is not None:
-            self._under_way.append((token, count, began, program))
-
-    def make_room(self) -> None:
-        """Waits until another call may be given."""
-        while len(self._under_way) > self._depth:
-            self._wait()
-
-    def settle(self) -> None:
-        """Waits for all calls."""
-        while self._under_way:
-            self._wait()
-
-    def _wait(self) -> None:
-        token, count, began, program = self._under_way.popleft()
-        token.block_until_ready()
-        if program not in self._warm:
-            # The first call of a program was its compilation.
-            self._warm.add(program)
-            return
-        seconds = max(time.perf_counter() - began, 1e-6)
-        self._count = max(1, min(int(count * _CALL_SECONDS / seconds), 8 * count))
 
 
 @final
@@ -94,13 +47,13 @@ class Pass:
         self._begin = getattr(callbacks, f"on_{kind}_batch_begin")
         self._end = getattr(callbacks, f"on_{kind}_batch_end")
         self._on_cpu = self._placement.devices[0].platform == "cpu"
-        self._flight = Flight(0 if self._on_cpu else 1)
+        self._flight = Flight(on_cpu=self._on_cpu)
         self._keeps_all = False
         self._loops = False
         self._outputs = Outputs() if kind == "predict" else None
 
     def run(self) -> Any:
-        """Runs one epoch; returns the logs of the last step, or all rows' predictions."""
+        """Runs one epoch; returns its logs, or all rows' predictions."""
         program = program_for(self._model, self._kind, self._placement)
         feed = Feed(
             self._source,
@@ -120,7 +73,7 @@ class Pass:
             self._loops = self._may_loop(program, lists, chunk)
             upcoming: Chunk | None = None
             while position < chunk.filled:
-                start, count = position, self._count(chunk, position)
+                start, count = position, self._count(program, chunk, position)
                 position += count
                 if self._calls is not BatchCalls.LOGS:
                     self._tell_begin(chunk, start, count)
@@ -139,7 +92,10 @@ class Pass:
         return self._result(logs)
 
     def _result(self, logs: Any) -> Any:
-        return logs if self._outputs is None else self._outputs.rows()
+        if self._outputs is not None:
+            return self._outputs.rows()
+        untouched = self._calls is not BatchCalls.EVERYTHING
+        return _private.metrics_or_logs(self._model, logs, self._kind, untouched=untouched)
 
     def _may_loop(self, program: Program, lists: list[list[Any]], chunk: Chunk) -> bool:
         if self._calls is BatchCalls.EVERYTHING and self._source.group_size == 1:
@@ -147,12 +103,12 @@ class Pass:
         state = tuple(_private.values_of(variables) for variables in lists)
         return program.may_loop(state, chunk)
 
-    def _count(self, chunk: Chunk, position: int) -> int:
+    def _count(self, program: Program, chunk: Chunk, position: int) -> int:
         """How many steps the next call runs: to the end of its group if callbacks may act."""
         if not self._loops:
             return 1
         if self._calls is not BatchCalls.EVERYTHING:
-            return self._flight.next_count(chunk.filled - position)
+            return program.pace.next_count(_pace_key(chunk, True), chunk.filled - position)
         for index in range(position, chunk.filled):
             if chunk.numbers[index][1] is not None:
                 return index - position + 1
@@ -161,26 +117,29 @@ class Pass:
     def _call(
         self, program: Program, lists: list[list[Any]], chunk: Chunk, start: int, count: int
     ) -> Any:
-        self._flight.make_room()
-        state = tuple(_private.values_of(variables) for variables in lists)
-        _separate(state)
         self._keeps_all = program.compiled and (
             self._outputs is not None or self._calls is BatchCalls.LOGS
         )
-        began = time.perf_counter()
-        self._interrupts.hold()
-        try:
-            returned, state, token = program.run(
-                state, chunk, start, count, looped=self._loops, keep_all=self._keeps_all
-            )
-            for variables, values in zip(lists, state, strict=True):
-                _private.set_values(variables, values)
-        finally:
-            self._interrupts.release()
-        self._flight.started(token, count, began, (chunk.rows, chunk.capacity, self._loops))
+        with self._flight.turn():
+            state = tuple(_private.values_of(variables) for variables in lists)
+            began = time.perf_counter()
+            self._interrupts.hold()
+            try:
+                returned, state, token = program.run(
+                    state, chunk, start, count, looped=self._loops, keep_all=self._keeps_all
+                )
+                for variables, values in zip(lists, state, strict=True):
+                    _private.set_values(variables, values)
+                if token is not None:
+                    pace, key = program.pace, _pace_key(chunk, self._loops)
+                    self._flight.started(token, lambda: pace.measured(key, count, began))
+            finally:
+                self._interrupts.release()
         return returned
 
     def _tell_begin(self, chunk: Chunk, start: int, count: int) -> None:
+        if self._calls is BatchCalls.NO_CALLS:
+            return
         for begin, _ in chunk.numbers[start : start + count]:
             if begin is not None:
                 self._begin(begin)
@@ -192,7 +151,11 @@ class Pass:
             # A callback may run programs of its own on these devices.
             self._flight.settle()
         if self._outputs is not None:
-            self._tell_predictions(self._outputs, chunk, start, count, returned)
+            self._outputs.add(returned, chunk, start if self._loops else 0, count)
+        if self._calls is BatchCalls.NO_CALLS:
+            return returned
+        if self._outputs is not None:
+            self._tell_predictions(self._outputs, chunk, start, count)
             return None
         if self._calls is BatchCalls.LOGS and returned is not None:
             return self._tell_each(chunk, start, count, returned)
@@ -218,10 +181,7 @@ class Pass:
                 self._end(end, logs)
         return logs
 
-    def _tell_predictions(
-        self, outputs: Outputs, chunk: Chunk, start: int, count: int, returned: Any
-    ) -> None:
-        outputs.add(returned, chunk, start if self._loops else 0, count)
+    def _tell_predictions(self, outputs: Outputs, chunk: Chunk, start: int, count: int) -> None:
         if self._calls is BatchCalls.NOTHING:
             end = chunk.numbers[start + count - 1][1]
             if end is not None:
@@ -283,11 +243,5 @@ class Outputs:
             self._batches.append(self.program.true_rows(self.lists, chunk, batch))
 
 
-def _separate(state: tuple[list[Any], ...]) -> None:
-    """Copies arrays that stand in two variables: each is given away once."""
-    seen: set[int] = set()
-    for values in state:
-        for index, value in enumerate(values):
-            if id(value) in seen:
-                values[index] = jnp.copy(value)
-            seen.add(id(value))
+def _pace_key(chunk: Chunk, loops: bool) -> Any:
+    return chunk.rows, chunk.capacity, loops

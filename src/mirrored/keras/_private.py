@@ -152,8 +152,18 @@ def metric_results(model: Any, metrics: Any) -> Any:
         return model.get_metrics_result()
 
 
-def metrics_or_logs(model: Any, logs: Any) -> Any:
-    """Returns the metrics' results where the step's logs are these metrics, else the logs."""
+def metrics_or_logs(model: Any, logs: Any, kind: str, *, untouched: bool) -> Any:
+    """Returns the metrics' results where the step's logs are these metrics, else the logs.
+
+    Keras's own step returns what the metrics are after it, so that, while nobody else has
+    touched them, there is nothing to compute again.
+    """
+    own = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in (f"{kind}_step", "compute_metrics")
+    )
+    if untouched and logs and not own:
+        return logs
     return model._get_metrics_result_or_logs(logs)
 
 
@@ -186,6 +196,12 @@ def makes_own_function(model: Any, kind: str) -> bool:
     """Says whether the user's class makes the step function itself."""
     name = f"make_{kind}_function"
     return getattr(type(model), name) is not getattr(keras.Model, name)
+
+
+def make_own_function(model: Any, kind: str) -> Any:
+    """Lets the user's class make its step function, and returns it."""
+    getattr(model, f"make_{kind}_function")()
+    return step_function(model, kind)
 
 
 def step_function(model: Any, kind: str) -> Any:

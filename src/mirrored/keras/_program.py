@@ -19,6 +19,7 @@ from mirrored._errors import ArgumentError
 from mirrored._placement import Placement
 from mirrored.keras import _private
 from mirrored.keras._chunk import Chunk, shard_rows
+from mirrored.keras._flight import Pace
 from mirrored.keras._per_replica import is_per_replica, per_replica_step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -26,6 +27,9 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 def step_of(model: Any, kind: str) -> Step:
     """Returns a model's own step as ``(state, data) -> (logs or outputs, state)``."""
+    if _private.makes_own_function(model, kind):
+        own = _private.make_own_function(model, kind)
+        return lambda state, data: own(state, iter([data]))
     if kind != "predict":
         return getattr(model, f"{kind}_step")
 
@@ -70,7 +74,13 @@ class Program:
         self._step = step_of(model, kind)
         self._gives_rows = kind == "predict"
         self._placement = placement
-        self._compiled = bool(model.jit_compile and not model.run_eagerly)
+        self._compiled = bool(
+            model.jit_compile
+            and not model.run_eagerly
+            # What a function of the user's own does is its own business, compiling too.
+            and not _private.makes_own_function(model, kind)
+        )
+        self.pace = Pace()
         self._traces: dict[Any, Traced] = {}
         self._positions: dict[int, jax.Array] = {}
 
@@ -102,6 +112,7 @@ class Program:
           With ``keep_all`` the first axis of what they returned is the batch's place in the
           chunk, or 0 alone if the program is not looped.
         """
+        _separate(state)
         if not self._compiled:
             outputs, state = self._step(state, chunk.structure.unflatten(chunk.leaves))
             return outputs, state, None
@@ -270,6 +281,16 @@ def _loop(
 
     state, kept = jax.lax.fori_loop(start, start + count, body, (state, kept))
     return kept, state
+
+
+def _separate(state: tuple[list[Any], ...]) -> None:
+    """Copies arrays that stand in two variables: each is given away once."""
+    seen: set[int] = set()
+    for values in state:
+        for index, value in enumerate(values):
+            if id(value) in seen:
+                values[index] = jnp.copy(value)
+            seen.add(id(value))
 
 
 def program_for(model: Any, kind: str, placement: Placement) -> Program:

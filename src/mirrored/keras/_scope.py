@@ -59,6 +59,8 @@ class MirroredDistribution(keras.distribution.DataParallel):
         return MirroredLayout(len(variable.shape), self.device_mesh, self.strategy)
 
 
+_ENTERED: weakref.WeakSet[Any] = weakref.WeakSet()
+
 # Models by the strategy in whose scope they were made: a model whose layers are built
 # later has no variable that could tell.
 _MADE_IN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -78,7 +80,10 @@ def current_strategy() -> Any:
 def owner_of(variable: Any) -> Any:
     """Returns the strategy a Keras variable is mirrored on, or None."""
     layout = _private.layout_of(variable)
-    return layout.strategy if isinstance(layout, MirroredLayout) else None
+    if layout is None or isinstance(layout, MirroredLayout):
+        return getattr(layout, "strategy", None)
+    # Before 3.15 Keras keeps the sharding alone. Equal ones may be different strategies'.
+    return next((each for each in _ENTERED if each.placement.mirrored is layout), None)
 
 
 def made_in(model: Any) -> Any:
@@ -89,6 +94,7 @@ def made_in(model: Any) -> Any:
 @contextlib.contextmanager
 def variables_of(strategy: Any) -> Iterator[None]:
     """Mirrors the Keras variables made inside the block."""
+    _ENTERED.add(strategy)
     with distribution_of(strategy).scope():
         try:
             yield
