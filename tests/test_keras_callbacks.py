@@ -219,6 +219,20 @@ def test_terminate_on_nan_stops_at_the_very_batch(two):
     assert [call[1] for call in recorder.calls if call[0] == "end"] == [0, 1]
 
 
+def test_stop_asked_for_before_an_epoch_ends_it_after_one_step(two):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    found = []
+    for strategy in (None, two):
+        model = build(strategy)
+        history = fit(model, [Stop()])
+        assert int(model.optimizer.iterations) == STEPS + 1
+        found.append(history)
+    assert_same(found[1], found[0])
+
+
 def test_backup_and_restore_goes_on_where_it_stopped(tmp_path, two):
     whole = build(two)
     fit(whole, [], epochs=4, shuffle=False)

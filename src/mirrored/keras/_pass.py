@@ -105,7 +105,8 @@ class Pass:
 
     def _count(self, program: Program, chunk: Chunk, position: int) -> int:
         """How many steps the next call runs: to the end of its group if callbacks may act."""
-        if not self._loops:
+        if not self._loops or getattr(self._model, _STOP_FLAGS[self._kind]):
+            # Asked to stop before it began, an epoch ends after its first step, as in Keras.
             return 1
         if self._calls is not BatchCalls.EVERYTHING:
             return program.pace.next_count(_pace_key(chunk, True), chunk.filled - position)
