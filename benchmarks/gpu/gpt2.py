@@ -42,7 +42,7 @@ class Tuning:
     """Which parts are written by hand."""
 
     head: bool = True
-    chunks: int = 8
+    chunks: int = 4
     norm: bool = True
     gelu: bool = True
     three_products: bool = True
@@ -53,6 +53,21 @@ class Tuning:
 
 PLAIN = Tuning(head=False, norm=False, gelu=False, three_products=False, flat=False)
 TUNED = Tuning()
+
+_TRITON = "xla_gpu_enable_triton_gemm"
+# What the parts bring, one by one: forms of the model, and compiler options beside the flags that
+# the runner gives to all (it turns Triton's matrix products off).
+VARIANTS: dict[str, tuple[Tuning, dict[str, Any]]] = {
+    "plain": (PLAIN, {_TRITON: True}),
+    "plain, flag": (PLAIN, {}),
+    "tuned, no flag": (TUNED, {_TRITON: True}),
+    "tuned, 8 chunks": (dataclasses.replace(TUNED, chunks=8), {}),
+    "tuned, 2 chunks": (dataclasses.replace(TUNED, chunks=2), {}),
+    "tuned, plain head": (dataclasses.replace(TUNED, head=False), {}),
+    "tuned, plain norm": (dataclasses.replace(TUNED, norm=False), {}),
+    "tuned, plain gelu": (dataclasses.replace(TUNED, gelu=False), {}),
+    "tuned, one product": (dataclasses.replace(TUNED, three_products=False), {}),
+}
 
 
 def initial_weights(size: Size, seed: int = 0) -> dict[str, np.ndarray]:

@@ -67,20 +67,21 @@ class GPT2(nn.Module):
         self.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
 
 
-def make_step(size: Any, weights: dict[str, np.ndarray], batch: Any) -> Any:
+def make_step(size: Any, weights: dict[str, np.ndarray], batch: Any, device: str) -> Any:
     """Compiles the model under DistributedDataParallel of one process; returns a step."""
-    torch.set_float32_matmul_precision("high")
-    model = GPT2(size).cuda()
+    model = GPT2(size).to(device)
     model.load(weights)
-    parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+    parallel = nn.parallel.DistributedDataParallel(
+        model, device_ids=[0] if device == "cuda" else None
+    )
     compiled = torch.compile(parallel)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
     )
-    tokens, targets = (torch.tensor(item).long().cuda() for item in batch)
+    tokens, targets = (torch.tensor(item).long().to(device) for item in batch)
 
     def step() -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             loss = compiled(tokens, targets)
         loss.backward()
         optimizer.step()

@@ -55,7 +55,7 @@ def main() -> None:
     else:
         jax.config.update("jax_mock_gpu_topology", f"1x{options.gpus}x1")
         jax.config.update("jax_use_mock_gpu_client", True)
-    problem = jax_problem("gpt2", options.cpu, plain=False)
+    problem, _ = jax_problem("gpt2", options.cpu)
     strategy = mirrored.MirroredStrategy()
     count = strategy.num_replicas_in_sync
     placement = strategy.placement

@@ -10,11 +10,10 @@ import torchvision
 from torch import nn
 
 
-def make_step(weights: dict[str, np.ndarray], batch: Any) -> Any:
+def make_step(weights: dict[str, np.ndarray], batch: Any, device: str) -> Any:
     """Compiles the model under DistributedDataParallel of one process; returns a step."""
-    torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    model = torchvision.models.resnet50()
+    model = torchvision.models.resnet50(num_classes=weights["fc.bias"].size)
     state = {
         name: torch.tensor(
             value.transpose(3, 2, 0, 1)
@@ -28,17 +27,18 @@ def make_step(weights: dict[str, np.ndarray], batch: Any) -> Any:
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all("running" in name or "batches" in name for name in missing.missing_keys)
-    model = model.cuda().to(memory_format=torch.channels_last)
-    compiled = torch.compile(nn.parallel.DistributedDataParallel(model, device_ids=[0]))
+    model = model.to(device).to(memory_format=torch.channels_last)
+    ids = [0] if device == "cuda" else None
+    compiled = torch.compile(nn.parallel.DistributedDataParallel(model, device_ids=ids))
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-5, fused=True
     )
-    images = torch.tensor(batch[0]).permute(0, 3, 1, 2).cuda()
+    images = torch.tensor(batch[0]).permute(0, 3, 1, 2).to(device)
     images = images.to(memory_format=torch.channels_last)
-    labels = torch.tensor(batch[1]).long().cuda()
+    labels = torch.tensor(batch[1]).long().to(device)
 
     def step() -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             loss = nn.functional.cross_entropy(compiled(images), labels)
         loss.backward()
         optimizer.step()

@@ -1,20 +1,26 @@
 """GPT-2 small, ResNet-50 and a dispatch-bound loop on one GPU: mirrored, JAX and PyTorch.
 
-    python benchmarks/gpu/run.py --out benchmarks/results
+    python benchmarks/gpu/run.py --out benchmarks/results --budget 370
 
-Every contender is a process of its own, started one after the other so that compilers tune
-themselves on a quiet GPU, and then driven in turn. The first losses are compared before any time
-is printed. JAX's contenders are started twice: the first one compiles and tunes, the second one
-finds the result. Nothing is downloaded; images and tokens are drawn at random.
+A library is a process of its own for each workload. JAX's contenders of one workload share theirs,
+so that equal programs get equal kernels from the compiler's tuning. First losses are compared
+before any time is printed; rounds alternate; a ratio is the median over rounds of the ratio within
+a round. Memory is read afterwards in processes that hold one contender each and find the compiled
+programs in a cache, so that the trials of tuning do not count. Every result is written when it is
+there: a run that is cut short keeps what it has. Nothing is downloaded; images and tokens are
+drawn at random.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import platform
+import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,116 +30,315 @@ from importlib import metadata
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-CONTENDERS = {
-    "gpt2": ("jax", "functional", "variables", "jax-plain", "torch"),
-    "resnet50": ("jax", "functional", "variables", "torch"),
-    "loop": ("jax", "functional", "variables", "torch"),
-}
+STYLES = ("jax", "functional", "variables")
 # Rounds, steps a round, and how far losses may be apart (bfloat16 sums in another order).
-ROUNDS = {"gpt2": (5, 20, 0.02), "resnet50": (5, 20, 0.05), "loop": (31, 1000, 1e-3)}
-COMPARED_LOSSES = 5
+ROUNDS = {"gpt2": (9, 10, 0.02), "loop": (15, 400, 1e-3), "resnet50": (9, 12, 0.05)}
+# A contender that does not answer for so many seconds is left out.
+PATIENCE = 150
+COMPARED_LOSSES = 4
+# The forms of GPT-2 in gpt2.VARIANTS, the most telling first.
+VARIANTS = (
+    "plain",
+    "plain, flag",
+    "tuned, no flag",
+    "tuned, 8 chunks",
+    "tuned, 2 chunks",
+    "tuned, plain norm",
+    "tuned, one product",
+    "tuned, plain gelu",
+    "tuned, plain head",
+)
+FLAGS = ["--xla_gpu_enable_triton_gemm=false"]
+
+
+class ContenderError(RuntimeError):
+    """A contender said that a request failed, or ended."""
+
+
+class OutOfTimeError(RuntimeError):
+    """The budget is used up."""
 
 
 class Process:
-    """A contender that has started and waits for requests."""
+    """A library on one workload, started and waiting for requests."""
 
-    def __init__(self, workload: str, name: str, options: Any, cache: str) -> None:
-        self.name = name
+    def __init__(self, workload: str, library: str, options: Any, cache: str) -> None:
+        self._name = f"{library} on {workload}"
         environment = dict(os.environ)
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         environment["TF_CPP_MIN_LOG_LEVEL"] = "2"
         if not options.small:
-            # One cache of tuned kernels, so that equal programs get equal kernels; and one of
-            # programs, so that the trials of tuning do not count as memory of the contender.
-            tuned = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}/kernels"
-            flags = [tuned] if name.endswith("-plain") else [tuned, *options.xla_flags]
-            environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *flags]).strip()
+            # One cache of programs, in which XLA keeps what its tuning found too.
+            given = environment.get("XLA_FLAGS", "")
+            environment["XLA_FLAGS"] = " ".join([given, *options.xla_flags]).strip()
             environment["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/programs"
             environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        command = [sys.executable, str(HERE / "contender.py"), workload, name]
+        command = [sys.executable, str(HERE / "contender.py"), workload, library]
         if options.small:
             command.append("--small")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
         )
-        self.ready_after = self._answer()["ready"]
+        self._received = b""
+        self._unread = 1
 
-    def ask(self, **request: int) -> dict[str, Any]:
+    def send(self, **request: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        with contextlib.suppress(BrokenPipeError):  # the answer will say that it ended
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._unread += 1
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """Reads up to the answer to the last request."""
+        found: dict[str, Any] = {}
+        while self._unread:
+            found = json.loads(self._line())
+            self._unread -= 1
+            if "error" in found:
+                raise ContenderError(f"{self._name}: {found['error']}")
+        return found
+
+    def _line(self) -> bytes:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"contender {self.name} ended with {self._process.wait()}")
-        return json.loads(line)
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._received:
+            if not select.select([pipe], [], [], PATIENCE)[0]:
+                self.end()
+                raise ContenderError(f"{self._name} did not answer for {PATIENCE} s")
+            more = os.read(pipe, 65536)
+            if not more:
+                raise ContenderError(f"{self._name} ended with {self._process.wait()}")
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        self.send(**request)
+        return self.answer()
 
     def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        self._process.kill()
+        self._process.wait()
 
 
-def compare_losses(found: dict[str, list[float]], tolerance: float) -> None:
-    """Refuses to go on with contenders that do not train the same thing."""
-    (base, wanted), *others = found.items()
-    for name, losses in others:
-        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted))
-        if not worst <= tolerance:
-            raise SystemExit(f"losses of {name} differ from {base}: {losses} and {wanted}")
+class Report:
+    """One workload's figures, written to its file whenever they grow."""
 
-
-def measure(workload: str, options: Any, cache: str) -> dict[str, Any]:
-    """Runs one workload; returns the figures of its contenders."""
-    rounds, steps, tolerance = ROUNDS[workload]
-    names = [name for name in CONTENDERS[workload] if not options.only or name in options.only]
-    processes, compiled = [], {}
-    for name in names:
-        process = Process(workload, name, options, cache)
-        compiled[name] = process.ready_after
-        print(f"{workload}: {name} ready after {process.ready_after:.0f} s", flush=True)
-        if not name.startswith("torch"):
-            process.end()
-            process = Process(workload, name, options, cache)
-        processes.append(process)
-    losses = {p.name: p.ask(losses=COMPARED_LOSSES)["losses"] for p in processes}
-    for name, values in losses.items():
-        print(f"    {name:12} losses", [round(value, 4) for value in values], flush=True)
-    compare_losses(losses, tolerance)
-    timed: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(rounds):
-        for process in processes if number % 2 == 0 else processes[::-1]:
-            timed[process.name].append(process.ask(time=steps))
-    contenders = {}
-    for process in processes:
-        walls = [item["wall"] for item in timed[process.name]]
-        contenders[process.name] = {
-            "median": statistics.median(walls),
-            "unit": "us/step",
-            "rounds": walls,
-            "host": statistics.median(item["host"] for item in timed[process.name]),
-            "peak_bytes": process.ask(memory=1)["memory"],
-            "compile_s": compiled[process.name],
-            "losses": losses[process.name],
+    def __init__(self, name: str, options: Any) -> None:
+        self._path = options.out / f"{name}.json" if options.out else None
+        self._began = time.perf_counter()
+        self.contenders: dict[str, dict[str, Any]] = {}
+        self.ratios: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self._fixed = {
+            "name": name,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine(),
+            "versions": versions(),
+            "caveats": [
+                "One GPU: nothing is communicated.",
+                "Random data: speed, not accuracy.",
+                "Compiler flags of all JAX contenders: " + " ".join(options.xla_flags),
+            ],
         }
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        case = {
+            "name": "1 GPU",
+            "contenders": self.contenders,
+            "ratios": self.ratios,
+            "failures": self.failures,
+        }
+        self._path.write_text(json.dumps(self._fixed | {"cases": [case]}, indent=1) + "\n")
+
+    def fail(self, name: str, error: Exception) -> None:
+        self.failures[name] = str(error)
+        say(f"    {name} FAILED: {error}")
+        self.write()
+
+
+_BEGAN = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - _BEGAN:6.1f} s  {text}", flush=True)
+
+
+def make(report: Report, process: Process, name: str, *, sent: bool = False) -> bool:
+    """Has a contender made; says whether it was."""
+    try:
+        if not sent:
+            process.send(make=name)
+        found = process.answer()
+    except ContenderError as error:
+        report.fail(name, error)
+        return False
+    report.contenders[name] = {"first_step_s": found["seconds"], "losses": [found["loss"]]}
+    say(f"    {name} made in {found['seconds']:.1f} s")
+    return True
+
+
+def check_losses(report: Report, runners: dict[str, Process], tolerance: float) -> None:
+    """Drops contenders that do not train what the first one trains."""
+    base: list[float] = []
+    for name, process in list(runners.items()):
+        losses = report.contenders[name]["losses"]
+        try:
+            losses += process.ask(losses=COMPARED_LOSSES, of=name)["losses"]
+        except ContenderError as error:
+            report.fail(name, error)
+            del runners[name], report.contenders[name]
+            continue
+        base = base or losses
+        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, base))
+        say(f"    {name:18} losses {[round(value, 4) for value in losses]}")
+        if not worst <= tolerance:
+            report.fail(name, ContenderError(f"its losses are off by {worst:.1%}: {losses}"))
+            del runners[name], report.contenders[name]
+
+
+def time_rounds(report: Report, runners: dict[str, Process], rounds: int, steps: int) -> None:
+    """Times the contenders in turn and writes what came out."""
+    timed: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    for number in range(rounds):
+        for name in list(timed) if number % 2 == 0 else list(timed)[::-1]:
+            try:
+                timed[name].append(runners[name].ask(time=steps, of=name))
+            except ContenderError as error:
+                report.fail(name, error)
+                del timed[name]
+    for name, rounds_of in timed.items():
+        walls = [item["wall"] for item in rounds_of]
+        report.contenders[name] |= {
+            "median": statistics.median(walls),
+            "unit": "us a step",
+            "rounds": walls,
+            "host": statistics.median(item["host"] for item in rounds_of),
+        }
+
+
+def compare(report: Report, name: str, base: str) -> None:
+    """Takes the ratio of two contenders' times, round by round, and of their memory."""
+    ours, theirs = report.contenders.get(name, {}), report.contenders.get(base, {})
+    if "rounds" in ours and "rounds" in theirs:
+        pairs = [a / b for a, b in zip(ours["rounds"], theirs["rounds"])]
+        report.ratios[f"{name} / {base}, time"] = statistics.median(pairs)
+        report.ratios[f"{name} / {base}, host"] = ours["host"] / theirs["host"]
+    for key, what in (("peak_bytes", "memory"), ("planned_bytes", "planned memory")):
+        if ours.get(key) and theirs.get(key):
+            report.ratios[f"{name} / {base}, {what}"] = ours[key] / theirs[key]
+
+
+def show(report: Report) -> None:
+    for key, value in report.ratios.items():
+        say(f"    {key}: {value:.4f}")
+    for name, figures in report.contenders.items():
+        if "rounds" not in figures:
+            continue
+        low, *_, high = statistics.quantiles(figures["rounds"], n=4)
+        text = f"    {name:18} {figures['median']:10.1f} us a step"
+        text += f" (half of the rounds in {low:.1f}..{high:.1f}), host {figures['host']:.1f} us"
+        if figures.get("peak_bytes"):
+            text += f", peak {figures['peak_bytes'] / 2**30:.3f} GiB"
+        say(text)
+
+
+def measure(workload: str, processes: dict[str, Process], options: Any) -> Report:
+    """Makes and times the contenders of one workload."""
+    say(workload)
+    report = Report(f"gpu-{workload}", options)
+    report.write()
+    rounds, steps, tolerance = ROUNDS[workload]
+    if options.small:
+        rounds, steps = 3, 2
+    ours = processes["jax"]
+    # The hand-written form tunes itself on a quiet GPU; what it finds is there for the others,
+    # which only compile, so PyTorch may compile beside them.
+    runners = {name: ours for name in STYLES[:1] if make(report, ours, name)}
+    if "torch" in processes:
+        processes["torch"].send(make="torch")
+    runners |= {name: ours for name in STYLES[1:] if make(report, ours, name)}
+    if "torch" in processes and make(report, processes["torch"], "torch", sent=True):
+        runners["torch"] = processes["torch"]
+    report.write()
+    check_losses(report, runners, tolerance)
+    time_rounds(report, runners, rounds, steps)
+    if "torch" in runners:
+        with contextlib.suppress(ContenderError):
+            peak = runners["torch"].ask(memory=1)["peak_bytes"]
+            report.contenders["torch"]["peak_bytes"] = peak
+    for base in ("jax", "torch"):
+        for name in STYLES:
+            if name != base:
+                compare(report, name, base)
+    report.write()
+    show(report)
+    return report
+
+
+def read_memory(reports: dict[str, Report], options: Any, cache: str) -> None:
+    """Reads the peak memory of each JAX contender alone, all at once: time does not matter."""
+    say("memory")
+    probes = {}
+    for workload, report in reports.items():
+        for name in STYLES:
+            if name in report.contenders:
+                probes[workload, name] = Process(workload, "jax", options, cache)
+                probes[workload, name].send(make=name)
+                probes[workload, name].send(losses=3, of=name)
+                probes[workload, name].send(memory=1)
+    for (workload, name), process in probes.items():
+        report = reports[workload]
+        try:
+            report.contenders[name]["peak_bytes"] = process.answer()["peak_bytes"]
+            planned = process.ask(planned=name)
+            report.contenders[name]["planned_bytes"] = planned["planned_bytes"]
+        except ContenderError as error:
+            report.fail(f"memory of {name}", error)
         process.end()
-    return contenders
-
-
-def ratios(contenders: dict[str, Any]) -> dict[str, float]:
-    """Compares the mirrored styles with hand-written JAX and with PyTorch."""
-    found = {}
-    for name in ("functional", "variables"):
+    for workload, report in reports.items():
         for base in ("jax", "torch"):
-            if name in contenders and base in contenders:
-                ours, theirs = contenders[name], contenders[base]
-                found[f"{name} / {base}, time"] = ours["median"] / theirs["median"]
-                if theirs["peak_bytes"]:  # the CPU backend does not count
-                    found[f"{name} / {base}, memory"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    return found
+            for name in STYLES:
+                if name != base:
+                    compare(report, name, base)
+        report.write()
+        say(workload)
+        show(report)
+
+
+def measure_variants(processes: dict[str, Process], options: Any) -> None:
+    """Times other forms of GPT-2 beside the tuned one, one after the other."""
+    say("variants of GPT-2")
+    report = Report("gpu-gpt2-variants", options)
+    ours = processes["jax"]
+    rounds, steps, tolerance = (3, 2, 0.02) if options.small else (5, 8, 0.02)
+    # Known already, and compiled: its losses are of later steps, so it is not compared again.
+    report.contenders["jax"] = {"losses": [0.0]}
+    wanted = None
+    for variant in VARIANTS:
+        name = f"jax-{variant}"
+        if not make(report, ours, name):
+            continue
+        try:
+            losses = [report.contenders[name]["losses"][0]]
+            losses += ours.ask(losses=COMPARED_LOSSES, of=name)["losses"]
+            wanted = wanted or losses
+            worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted))
+            if not worst <= tolerance:
+                raise ContenderError(f"its losses are off by {worst:.1%}")
+            report.contenders[name]["losses"] = losses
+            time_rounds(report, {"jax": ours, name: ours}, rounds, steps)
+            ours.ask(drop=name)
+        except ContenderError as error:
+            report.fail(name, error)
+            continue
+        compare(report, name, "jax")
+        ratio = report.ratios[f"{name} / jax, time"]
+        say(f"    {name}: {ratio:.4f} of the tuned form's time")
+        report.write()
 
 
 def machine() -> dict[str, Any]:
@@ -155,41 +360,72 @@ def versions() -> dict[str, str]:
     return found
 
 
+def start_mock(options: Any) -> Any:
+    """Compiles GPT-2 for 8 GPUs that are not there, beside the reading of memory."""
+    command = [sys.executable, str(HERE / "mock_gpus.py"), "--gpus", "8"]
+    if options.out:
+        command += ["--json", str(options.out / "gpu-mock-8.json")]
+    if options.small:
+        command.append("--cpu")
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.Popen(command, env=environment)
+
+
+def run(options: Any, cache: str, started: list[Any]) -> None:
+    workloads = options.workloads
+    processes: dict[str, dict[str, Process]] = {}
+    for workload in workloads:
+        processes[workload] = {
+            library: Process(workload, library, options, cache) for library in options.libraries
+        }
+        started += processes[workload].values()
+    for workload in workloads:
+        for process in processes[workload].values():
+            process.answer()
+    say("all processes are up")
+    reports = {}
+    for workload in workloads:
+        try:
+            reports[workload] = measure(workload, processes[workload], options)
+        except ContenderError as error:
+            say(f"{workload} FAILED: {error}")
+        if workload != "gpt2":
+            for process in processes[workload].values():
+                process.end()
+    mock = start_mock(options)
+    started.append(mock)
+    read_memory(reports, options, cache)
+    mock.wait()
+    if "gpt2" in workloads:
+        measure_variants(processes["gpt2"], options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workloads", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--only", nargs="+", help="contenders to run (default: all)")
-    parser.add_argument("--xla-flags", nargs="*", default=["--xla_gpu_enable_triton_gemm=false"])
+    parser.add_argument("--workloads", nargs="+", default=list(ROUNDS), choices=ROUNDS)
+    parser.add_argument("--libraries", nargs="+", default=["jax", "torch"])
+    parser.add_argument("--xla-flags", nargs="*", default=FLAGS)
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the script")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for gpu-WORKLOAD.json")
+    parser.add_argument("--budget", type=int, default=480, help="seconds it may take")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the results")
     options = parser.parse_args()
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
-        for workload in options.workloads:
-            contenders = measure(workload, options, cache)
-            compared = ratios(contenders)
-            print(workload, {name: round(value, 4) for name, value in compared.items()})
-            for name, figures in contenders.items():
-                spread = (max(figures["rounds"]) - min(figures["rounds"])) / figures["median"]
-                print(
-                    f"    {name:12} {figures['median']:10.1f} us a step (spread {spread:.1%}), "
-                    f"host {figures['host']:.1f} us, peak {figures['peak_bytes'] / 2**30:.2f} GiB, "
-                    f"first step after {figures['compile_s']:.0f} s",
-                    flush=True,
-                )
-            if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
-                result = {
-                    "workload": workload,
-                    "machine": machine(),
-                    "versions": versions(),
-                    "contenders": contenders,
-                    "ratios": compared,
-                    "caveats": ["one GPU", "random data", *options.xla_flags],
-                }
-                path = options.out / f"gpu-{workload}.json"
-                path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"all of it took {time.perf_counter() - start:.0f} s")
+
+    def out_of_time(*_: Any) -> None:
+        raise OutOfTimeError
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(options.budget)
+    started: list[Any] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        try:
+            run(options, cache, started)
+        except OutOfTimeError:
+            say("the time is used up; what is written so far stays")
+        finally:
+            signal.alarm(0)
+            for process in started:
+                process.end() if isinstance(process, Process) else process.kill()
+    say("end")
 
 
 if __name__ == "__main__":

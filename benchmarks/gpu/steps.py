@@ -1,8 +1,8 @@
 """One training step in three styles: hand-written JAX, mirrored functional, mirrored Variables.
 
-Owns nothing of the models: each style is given a ``Problem`` and makes a function of no
-arguments that trains one step and returns the loss. All three do the same arithmetic in the
-same order, so that what differs in time or memory is the style.
+Owns nothing of the models: each style is given a ``Problem`` and makes a ``Step``, which trains
+one step a call and returns the loss. All three do the same arithmetic in the same order, so that
+what differs in time or memory is the style.
 """
 
 from __future__ import annotations
@@ -32,7 +32,25 @@ class Problem:
     tx: optax.GradientTransformation
 
 
-def hand_written(problem: Problem) -> Callable[[], Any]:
+class Step:
+    """A compiled step with its state and its batch."""
+
+    def __init__(self, program: Any, batch: Any, state: Any = None) -> None:
+        self._program, self._batch, self._state = program, batch, state
+
+    def __call__(self) -> Any:
+        if self._state is None:
+            return self._program(self._batch)
+        self._state, loss = self._program(self._state, self._batch)
+        return loss
+
+    def lower(self) -> Any:
+        """Lowers the program as it is called."""
+        given = () if self._state is None else (self._state,)
+        return self._program.lower(*given, self._batch)
+
+
+def hand_written(problem: Problem, compiler_options: dict[str, Any]) -> Step:
     """Plain ``jax.jit`` with donated state, on one device."""
     tx, gradient_of = problem.tx, jax.value_and_grad(problem.loss_fn, has_aux=True)
 
@@ -42,7 +60,8 @@ def hand_written(problem: Problem) -> Callable[[], Any]:
         updates, optimizer_state = tx.update(gradients, optimizer_state, weights)
         return (optax.apply_updates(weights, updates), statistics, optimizer_state), loss
 
-    return _driven(jax.jit(step, donate_argnums=0), problem, lambda nest: nest)
+    compiled = jax.jit(step, donate_argnums=0, compiler_options=compiler_options or None)
+    return Step(compiled, jax.device_put(problem.batch), _initial(problem, lambda nest: nest))
 
 
 def functional_step(problem: Problem, strategy: mirrored.Strategy) -> Any:
@@ -59,17 +78,15 @@ def functional_step(problem: Problem, strategy: mirrored.Strategy) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def functional(problem: Problem) -> Callable[[], Any]:
+def functional(problem: Problem, compiler_options: dict[str, Any]) -> Step:
     """``strategy.run`` and ``strategy.reduce`` inside ``jax.jit``."""
     strategy = mirrored.MirroredStrategy()
-
-    def place(nest):
-        return jax.device_put(nest, strategy.placement.mirrored)
-
-    return _driven(functional_step(problem, strategy), problem, place, strategy)
+    state = _initial(problem, lambda nest: jax.device_put(nest, strategy.placement.mirrored))
+    (batch,) = strategy.distribute_dataset(problem.batch, batch_size=len(problem.batch[0]))
+    return Step(functional_step(problem, strategy), batch, state)
 
 
-def with_variables(problem: Problem) -> Callable[[], Any]:
+def with_variables(problem: Problem, compiler_options: dict[str, Any]) -> Step:
     """Variables, ``mirrored.Optimizer`` and ``mirrored.function``."""
     strategy = mirrored.MirroredStrategy()
     with strategy.scope():
@@ -100,24 +117,13 @@ def with_variables(problem: Problem) -> Callable[[], Any]:
         return strategy.reduce("mean", strategy.run(replica_step, args=batch))
 
     (batch,) = strategy.distribute_dataset(problem.batch, batch_size=len(problem.batch[0]))
-    return lambda: step(batch)
+    return Step(step, batch)
 
 
-def _driven(
-    step: Any, problem: Problem, place: Callable[[Any], Any], strategy: Any = None
-) -> Callable[[], Any]:
+def _initial(problem: Problem, place: Callable[[Any], Any]) -> Any:
     state = place((problem.weights, problem.statistics, jax.jit(problem.tx.init)(problem.weights)))
-    state = jax.tree.map(lambda leaf: leaf.copy(), jax.device_put(state))
-    batch: Any = jax.device_put(problem.batch)
-    if strategy is not None:
-        (batch,) = strategy.distribute_dataset(problem.batch, batch_size=len(problem.batch[0]))
-
-    def call():
-        nonlocal state
-        state, loss = step(state, batch)
-        return loss
-
-    return call
+    # Copies, because the state is donated and must not be the arrays of the problem.
+    return jax.tree.map(lambda leaf: leaf.copy(), jax.device_put(state))
 
 
 STYLES = {"jax": hand_written, "functional": functional, "variables": with_variables}
