@@ -74,7 +74,10 @@ def outcomes(tests: dict[str, list[str]], scope: bool, plugin_folder: str) -> di
             r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+?)(?: - .*)?$", done.stdout, re.MULTILINE
         ):
             found[f"{file}::{name.split('::', 1)[-1]}"] = outcome
-        print(f"  {done.stdout.strip().splitlines()[-1]}  {file}", flush=True)
+        said = (done.stdout.strip() or done.stderr.strip() or "said nothing").splitlines()
+        print(f"  {said[-1]}  {file}", flush=True)
+        if not found and done.returncode:
+            sys.exit("pytest did not start.")
     return found
 
 
