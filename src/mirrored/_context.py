@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from mirrored._errors import ArgumentError, ContextError
+from mirrored._home import Home
 from mirrored._late_import import when_imported
 from mirrored._placement import Placement
 
@@ -38,7 +39,8 @@ class Frame:
     """The variables of a program while it is traced, each held in a JAX Ref.
 
     Refs make writes inside ``lax.scan``, ``cond`` and ``while_loop`` work; they
-    exist only inside the trace, the program's arguments are plain arrays.
+    exist only inside the trace, the program's arguments are plain arrays. Variables that
+    live elsewhere are the business of ``remote``, which only their home knows.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Frame:
         slots: dict[Any, Slot],
         placement: Placement | None,
         adopt: Callable[[Any], Slot | None] | None = None,
+        remote: Any = None,
     ) -> None:
         self.slots = slots
+        self.remote = remote
         self.placement = placement
         self._adopt = adopt
         self.checks: list[tuple[Any, Callable[[Any], None]]] = []
@@ -94,6 +98,8 @@ class Context:
     differentiated: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     denominators: list[Any] | None = None
     reduces_gradients: bool = False
+    home: Home | None = None
+    participant: Any = None
 
 
 _OUTSIDE = Context()
@@ -117,8 +123,14 @@ def entered(**changes: Any) -> Iterator[Context]:
 
 
 @contextlib.contextmanager
-def scope(strategy: Any, placement: Placement) -> Iterator[None]:
-    """Makes ``strategy`` the current one; the same strategy nests, another does not."""
+def scope(strategy: Any, placement: Placement, home: Home | None = None) -> Iterator[None]:
+    """Makes ``strategy`` the current one; the same strategy nests, another does not.
+
+    Args:
+      strategy: who is asked from now on.
+      placement: its devices.
+      home: where variables live, if not on these devices.
+    """
     context = current()
     if context.replica is not None and not context.merging:
         raise ContextError(
@@ -134,7 +146,7 @@ def scope(strategy: Any, placement: Placement) -> Iterator[None]:
             expected="one strategy at a time.",
             hint="leave the outer scope first, or use the same strategy object in both places.",
         )
-    with entered(strategy=strategy, placement=placement):
+    with entered(strategy=strategy, placement=placement, home=home):
         yield
 
 

@@ -27,6 +27,9 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _runs_in_place():
             return self.__wrapped__(*args, **kwargs)
+        home = _context.current().home
+        if home is not None:
+            return home.call(self.__wrapped__, args, kwargs)
         return self._programs.call(args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

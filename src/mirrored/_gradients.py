@@ -17,6 +17,7 @@ from mirrored import _compat, _context, _replica
 from mirrored._collectives import Communicator
 from mirrored._errors import ArgumentError, PaddingError
 from mirrored._gradient_reduction import reduce_gradients
+from mirrored._home import Remote
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
@@ -219,11 +220,11 @@ def grad(
     return lambda *args, **kwargs: without_value(both(*args, **kwargs))
 
 
-def flatten_variables(variables: Any) -> tuple[list[Variable], Any]:
+def flatten_variables(variables: Any) -> tuple[list[Any], Any]:
     """Flattens a nest of Variables, refusing everything that has no gradient."""
     leaves, structure = jax.tree.flatten(variables, is_leaf=is_object_leaf)
     for leaf in leaves:
-        if not isinstance(leaf, Variable):
+        if not isinstance(leaf, (Variable, Remote)):
             raise ArgumentError(
                 fact=f"value_and_grad was given {leaf!r} among the variables.",
                 expected="mirrored.Variable objects.",
@@ -238,7 +239,7 @@ def flatten_variables(variables: Any) -> tuple[list[Variable], Any]:
     return leaves, structure
 
 
-def in_place_of(variables: list[Variable], values: list[Any]) -> Any:
+def in_place_of(variables: list[Any], values: list[Any]) -> Any:
     """Lets code that reads ``variables`` see ``values``, those being differentiated."""
     together = {**_context.current().differentiated, **dict(zip(variables, values, strict=True))}
     return _context.entered(differentiated=together)

@@ -89,9 +89,12 @@ class Optimizer:
         self.name = name
         self._strategy = context.strategy
         self._placement: Placement | None = context.placement
+        self._home = context.home
         self._variables: list[Variable] | None = None
         self._state: Any = None
         self._when_built: list[Callable[[], None]] = []
+        if self._home is not None:
+            self._home.adopt_optimizer(self, tx)
 
     @property
     def variables(self) -> list[Variable]:
@@ -187,6 +190,9 @@ class Optimizer:
                 expected="at least one pair of (gradient, variable).",
                 hint="a zip or generator can be used only once.",
             )
+        if self._home is not None:
+            self._home.apply_gradients(self, pairs)
+            return
         self._check_pairs(pairs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
@@ -209,6 +215,11 @@ class Optimizer:
                 self._update(gradients, variables)
         else:
             self._update(gradients, variables)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._home is None:
+            return super().__reduce_ex__(protocol)
+        return self._home.pickled(self)
 
     def _check_pairs(self, pairs: list[Any]) -> None:
         for pair in pairs:

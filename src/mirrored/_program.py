@@ -41,7 +41,8 @@ def is_array_like(leaf: Any) -> bool:
     return isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool)
 
 
-def _signature(leaf: Any) -> Any:
+def signature_of(leaf: Any) -> Any:
+    """What two leaves must share to be given to one compiled program."""
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
         return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
@@ -362,7 +363,7 @@ class Programs:
         self, leaves: list[Any], treedef: Any, objects: _objects.Held
     ) -> tuple[_Compiled, Captures]:
         strategy = _context.current().strategy
-        key = (treedef, tuple(map(_signature, leaves)), ByIdentity(strategy), objects.signature)
+        key = (treedef, tuple(map(signature_of, leaves)), ByIdentity(strategy), objects.signature)
         entry = self._entries.get(key)
         reason = None
         if entry is not None:

@@ -26,7 +26,7 @@ from mirrored._errors import ArgumentError
 from mirrored._types import ReduceOp
 
 # fmt: off
-_ELEMENTWISE = frozenset((
+ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
     "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
@@ -225,7 +225,7 @@ def _divided(jaxpr: Any, inputs: list[bool]) -> list[bool]:
                 for branch in equation.params["branches"]
             ]
             results = [any(column) for column in zip(*branches, strict=True)]
-        elif name in _ELEMENTWISE or _keeps_shape(equation):
+        elif name in ELEMENTWISE or _keeps_shape(equation):
             results = [True] * len(equation.outvars)
         elif name in _REDUCTIONS and _reduces_all(equation):
             results = [False]

@@ -97,9 +97,15 @@ class Variable(NestLeaf, ReadsAsArray):
         self._check_aggregation(value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
+        self.home = context.home
+        if self.home is not None:
+            # Not among the living, which programs take for their inputs.
+            self.storage: Any = None
+            self.home.adopt(self, value)
+            return
         # The stored array: mirrored, or one component a replica (R, ...) if ON_READ. A
         # plain attribute, since programs read and replace it in every step.
-        self.storage: Any = (
+        self.storage = (
             self._spread(value)
             if self.on_read
             else self.placement.mirror(value, f"variable {self.name!r}")
@@ -148,6 +154,8 @@ class Variable(NestLeaf, ReadsAsArray):
         context = _context.current()
         if context.differentiated and self in context.differentiated:
             return context.differentiated[self]
+        if self.home is not None:
+            return self.home.read(self)
         slot = self._slot(context, "read")
         if slot is not None:
             slot.read = True
@@ -222,6 +230,9 @@ class Variable(NestLeaf, ReadsAsArray):
             raise errors.written_in_loss(self.name)
         if isinstance(value, PerReplica):
             raise errors.given_per_replica(self.name, action)
+        if self.home is not None:
+            self.home.write(self, action, self._checked(action, value))
+            return self
         slot = self._slot(context, "written")
         value = self._checked(action, value)
         if slot is None:
@@ -367,6 +378,11 @@ class Variable(NestLeaf, ReadsAsArray):
             f"<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{kind}{aggregation} "
             f"on {self.placement.describe()}>"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.home is None:
+            return super().__reduce_ex__(protocol)
+        return self.home.pickled(self)
 
     def __copy__(self) -> Variable:
         raise errors.not_copyable(self.name)

@@ -1,0 +1,438 @@
+"""ClusterCoordinator: gives closures to workers and sees that all are run.
+
+Owns one thread for each worker, what happens when a worker or a server is lost, and when
+a checkpoint is taken. The rules of errors are in ``_closure_queue``; who lives is in
+``_deployment``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import jax
+
+from mirrored._errors import ArgumentError, CheckpointError, ServerError, WorkerError
+from mirrored._parameter_server._closure_queue import Closure, ClosureQueue
+from mirrored._parameter_server._engine import ClosureCall, ClosureOutcome
+from mirrored._parameter_server._per_worker import (
+    PerWorkerDataset,
+    PerWorkerValues,
+    per_worker_dataset,
+)
+from mirrored._parameter_server._recovery import Checkpoints, read_manifest
+from mirrored._parameter_server._remote_value import RemoteValue
+from mirrored._parameter_server._strategy import ParameterServerStrategy
+from mirrored._values import NestLeaf, is_object_leaf
+
+_POLL_SECONDS = 0.05
+# How long a worker with nothing to do is still waited for by the others.
+_GRACE_SECONDS = 0.1
+# A closure that takes its worker with it this often is at fault itself.
+_MOST_LOSSES = 20
+_RESTART_PAUSES = (0.0, 0.5, 2.0, 5.0)
+
+
+@final
+class ClusterCoordinator:
+    """Schedules functions on the workers of a ParameterServerStrategy.
+
+    A worker that is lost is replaced, and what it ran is run elsewhere; its updates are
+    applied once, whatever happens. The first error of a closure is raised by the next
+    ``schedule``, ``join`` or ``done``, and what was still waiting is cancelled.
+
+    Args:
+      strategy: the strategy whose workers run what is scheduled.
+
+    >>> import mirrored
+    >>> strategy = mirrored.ParameterServerStrategy(worker_count=2)
+    >>> coordinator = mirrored.ClusterCoordinator(strategy)
+    >>> results = [coordinator.schedule(lambda x: x * x, args=(n,)) for n in range(3)]
+    >>> coordinator.join()
+    >>> coordinator.fetch(results)
+    [0, 1, 4]
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ArgumentError(
+                fact=f"ClusterCoordinator was given {strategy!r}.",
+                expected="a ParameterServerStrategy.",
+                hint="other strategies need no coordinator: call strategy.run.",
+            )
+        self._strategy = strategy
+        self._deployment = strategy.deployment
+        self._restores = strategy.on_server_failure == "restore"
+        self._queue = ClosureQueue(keeps_log=self._restores)
+        self._checkpoints = Checkpoints(strategy.checkpoint_directory)
+        self._every = strategy.checkpoint_every
+        # Held while servers are saved or restored.
+        self._standstill = threading.RLock()
+        self._members: set[int] = set()
+        self._members_lock = threading.Lock()
+        self._stopping: set[int] = set()
+        if self._restores:
+            strategy.when_server_lost(self._recovered)
+        for index in list(self._deployment.leases):
+            self._start_thread(index)
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    # --- scheduling --------------------------------------------------------------
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Runs ``fn`` on some worker, some time; returns at once.
+
+        ``fn`` is Python that may take several steps: each ``strategy.run`` (or call of a
+        ``mirrored.function``) in it is compiled, asks the servers for values and sends
+        updates. It may run again on another worker if its own is lost.
+
+        Args:
+          fn: what to run.
+          args: positional arguments; per-worker values become the worker's own.
+          kwargs: keyword arguments, likewise.
+        """
+        if not callable(fn):
+            raise ArgumentError(
+                fact=f"schedule was given {fn!r}, which cannot be called.",
+                expected="a function.",
+                hint="write schedule(fn, args=(x,)), not schedule(fn(x)).",
+            )
+        if not isinstance(args, (tuple, list)):
+            raise ArgumentError(
+                fact=f"schedule was given args={args!r} ({type(args).__name__}).",
+                expected="a tuple or a list of positional arguments.",
+                hint="for a single argument write args=(x,).",
+            )
+        own_args, own_kwargs = jax.tree.map(
+            _for_workers, (tuple(args), dict(kwargs or {})), is_leaf=is_object_leaf
+        )
+        if self._restores and self._deployment.unsaved:
+            self._save_between_closures()
+        self._join_turns()
+        return self._queue.put(fn, own_args, own_kwargs)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all closures are over; raises the first error there was, once.
+
+        With ``timeout``, a WorkerError after so many seconds says who still runs what.
+        """
+        self._queue.wait(timeout)
+
+    def done(self) -> bool:
+        """Says whether all closures are over; raises the first error there was, once."""
+        return self._queue.done()
+
+    def fetch(self, nest: Any) -> Any:
+        """Replaces every RemoteValue in a nest by its value, waiting for it."""
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf,
+            nest,
+            is_leaf=is_object_leaf,
+        )
+
+    # --- what each worker has ----------------------------------------------------
+
+    def create_per_worker_dataset(self, dataset_or_fn: Any) -> PerWorkerDataset:
+        """Makes a dataset on each worker.
+
+        Args:
+          dataset_or_fn: something to iterate over, which every worker reads whole, or a
+            function that makes a worker's own; it may take an InputContext, whose
+            ``input_pipeline_id`` is the worker's number.
+
+        Returns:
+          What ``iter`` makes an iterator for each worker of, to be passed to ``schedule``.
+        """
+        return per_worker_dataset(dataset_or_fn, self._strategy.worker_count)
+
+    def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """Calls ``fn`` once on each worker that needs it, and keeps the result there."""
+        return PerWorkerValues(_WithoutIndex(fn))
+
+    # --- workers come and go -----------------------------------------------------
+
+    def add_worker(self) -> int:
+        """Starts one more worker, which takes part at once; returns its number."""
+        index = self._deployment.add_worker()
+        self._start_thread(index)
+        return index
+
+    def remove_worker(self, index: int) -> None:
+        """Ends a worker; what it runs is run elsewhere."""
+        if index not in self._deployment.leases:
+            raise ArgumentError(
+                fact=f"remove_worker was given {index!r}.",
+                expected=f"one of {sorted(self._deployment.leases)}.",
+                hint="add_worker returns the number of a new one.",
+            )
+        self._stopping.add(index)
+        self._deployment.remove_worker(index)
+
+    # --- checkpoints -------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike[str] | None = None) -> str:
+        """Saves what is on the servers, between two closures; returns the folder.
+
+        Args:
+          directory: where the folder is made; the strategy's if left out.
+        """
+        with self._standstill:
+            checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
+            return self._save(checkpoints)
+
+    def restore(self, directory: str | os.PathLike[str] | None = None) -> bool:
+        """Brings the servers to the state of the latest checkpoint in a directory.
+
+        The number of servers and the partitioner may be others than when it was saved;
+        variables are found by their names, optimizers by the order they were made in.
+
+        Returns:
+          False if there is no checkpoint.
+        """
+        checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
+        with self._standstill:
+            if self._queue.is_busy:
+                raise CheckpointError(
+                    fact="restore was called while closures wait or run.",
+                    expected="a coordinator that has nothing to do.",
+                    hint="join first.",
+                )
+            latest = checkpoints.latest()
+            if latest is None:
+                return False
+            path, manifest = latest
+            self._queue.next_number = max(self._queue.next_number, manifest["next_closure"])
+            self._deployment.new_epoch()
+            self._deployment.restore(path, manifest)
+            if self._restores:
+                self._deployment.unsaved = True
+        return True
+
+    def _save_between_closures(self) -> None:
+        with self._standstill:
+            if self._deployment.unsaved:
+                self._save(self._checkpoints)
+
+    def _save(self, checkpoints: Checkpoints) -> str:
+        self._queue.pause()
+        try:
+            timeout = self._deployment.links.timeout
+            if not self._queue.wait_until_none_runs(timeout):
+                raise CheckpointError(
+                    fact=f"closures still run {timeout} s after no more were handed out.",
+                    expected="closures short enough to save between them.",
+                    hint="take fewer steps in each, or give the strategy a longer timeout=.",
+                )
+            path = checkpoints.save(self._deployment, {"next_closure": self._queue.next_number})
+            if checkpoints is self._checkpoints:
+                self._queue.forget_log()
+            return path
+        finally:
+            self._queue.resume()
+            if self._queue.is_busy:
+                self._join_turns()
+
+    # --- one thread a worker -----------------------------------------------------
+
+    def _start_thread(self, index: int) -> None:
+        threading.Thread(
+            target=self._serve, args=(index,), name=f"mirrored-dispatch-{index}", daemon=True
+        ).start()
+
+    def _serve(self, index: int) -> None:
+        idle_since = time.monotonic()
+        while index not in self._stopping:
+            closure = self._queue.take(f"worker {index}", _POLL_SECONDS)
+            if closure is None:
+                idle = time.monotonic() - idle_since
+                if idle > _GRACE_SECONDS or self._queue.is_paused:
+                    self._leave_turns(index)
+                continue
+            self._run(index, closure)
+            idle_since = time.monotonic()
+        self._leave_turns(index)
+
+    def _run(self, index: int, closure: Closure) -> None:
+        call = ClosureCall(
+            closure.number,
+            closure.function,
+            closure.args,
+            closure.kwargs,
+            self._deployment.epoch,
+            self._queue.floor,
+        )
+        try:
+            outcome = self._deployment.engine.execute(index, call)
+        except WorkerError as error:
+            self._worker_lost(index, closure, error)
+            return
+        self._ended(closure, call, outcome)
+
+    def _ended(self, closure: Closure, call: ClosureCall, outcome: ClosureOutcome) -> None:
+        error = outcome.error
+        if call.epoch != self._deployment.epoch:
+            # Servers were brought back to before this closure.
+            self._queue.give_back(closure)
+        elif isinstance(error, ServerError) and self._deployment.dead_servers():
+            self._server_lost(closure)
+        elif error is not None:
+            self._queue.fail(closure, error)
+        else:
+            self._queue.finish(closure, outcome.value)
+            if self._restores and self._queue.over_count >= self._every:
+                self._save_in_thread()
+
+    def _save_in_thread(self) -> None:
+        with self._standstill:
+            if self._queue.over_count < self._every:
+                return
+            try:
+                self._save(self._checkpoints)
+            except ServerError:
+                # One died while it was asked to save.
+                self._recover()
+            except (CheckpointError, OSError) as error:
+                self._queue.stop_with(error, "a checkpoint")
+
+    # --- losses ------------------------------------------------------------------
+
+    def _worker_lost(self, index: int, closure: Closure, error: WorkerError) -> None:
+        # First refuse what it may still send; then let another run the closure.
+        self._deployment.give_up_worker(index)
+        with self._members_lock:
+            self._members.discard(index)
+        closure.losses += 1
+        if closure.losses >= _MOST_LOSSES:
+            self._queue.fail(
+                closure,
+                WorkerError(
+                    fact=f"{closure.name} lost its worker {closure.losses} times; the last said: "
+                    f"{error.fact}",
+                    expected="a closure that workers survive.",
+                    hint="look at the worker's log: it may run out of memory.",
+                ),
+            )
+        else:
+            self._queue.give_back(closure)
+        self._replace(index)
+
+    def _replace(self, index: int) -> None:
+        for pause in (*_RESTART_PAUSES, *[_RESTART_PAUSES[-1]] * 1000):
+            if index in self._stopping:
+                return
+            time.sleep(pause)
+            try:
+                self._deployment.start_worker(index)
+            except WorkerError:
+                continue
+            return
+
+    def _server_lost(self, closure: Closure) -> None:
+        if not self._restores:
+            self._queue.fail(closure, self._loss())
+            return
+        self._queue.give_back(closure)
+        self._recovered()
+
+    def _loss(self) -> ServerError:
+        dead = self._deployment.dead_servers()
+        names = ", ".join(f"server {index}" for index in dead)
+        held = sorted(
+            {
+                spec.name
+                for spec in self._deployment.catalog.variables.values()
+                if any(part.server in dead for part in spec.parts)
+            }
+        )
+        return ServerError(
+            fact=f"{names} of {self._deployment.server_count} is gone, and with it "
+            f"{', '.join(held[:5])}{', ...' if len(held) > 5 else ''}.",
+            expected="servers that live until the strategy is closed.",
+            hint='on_server_failure="restore" brings servers back from their checkpoint.',
+        )
+
+    def _recovered(self) -> bool:
+        """Brings lost servers back; says whether all are there."""
+        with self._standstill:
+            if self._deployment.dead_servers():
+                self._recover()
+            return not self._deployment.dead_servers()
+
+    def _recover(self) -> None:
+        """Brings all servers to the latest checkpoint, and runs again what was done since."""
+        self._queue.pause()
+        try:
+            for _ in range(_MOST_LOSSES):
+                loss = self._loss()
+                latest = self._checkpoints.latest()
+                if latest is None or self._deployment.unsaved:
+                    self._queue.stop_with(loss, loss.fact)
+                    return
+                path, manifest = latest
+                self._deployment.new_epoch()
+                try:
+                    self._deployment.restore(path, read_manifest(path) and manifest)
+                except ServerError:
+                    continue
+                self._queue.run_again()
+                return
+        finally:
+            self._queue.resume()
+
+    # --- turns -------------------------------------------------------------------
+
+    def _join_turns(self) -> None:
+        """Before work begins: all workers take turns, from the same step on."""
+        if self._strategy.staleness.kind == "async":
+            return
+        with self._members_lock:
+            if self._members:
+                return
+            indexes = list(self._deployment.leases)
+            self._deployment.join(indexes)
+            self._members.update(indexes)
+
+    def _leave_turns(self, index: int) -> None:
+        if self._strategy.staleness.kind == "async":
+            return
+        with self._members_lock:
+            if index not in self._members:
+                return
+            self._members.discard(index)
+        try:
+            self._deployment.leave(index)
+        except ServerError:
+            # The server that keeps the turns is lost, and its turns with it.
+            return
+
+
+@final
+class _WithoutIndex:
+    """Calls a function that does not ask which worker it is on; travels with closures."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __call__(self, index: int) -> Any:
+        return self._function()
+
+
+def _for_workers(argument: Any) -> Any:
+    if isinstance(argument, RemoteValue):
+        raise ArgumentError(
+            fact=f"schedule was given {argument!r} as an argument.",
+            expected="values that are there.",
+            hint="fetch it first, or do both in one closure.",
+        )
+    if isinstance(argument, NestLeaf):
+        return getattr(argument, "resource", argument)
+    return argument

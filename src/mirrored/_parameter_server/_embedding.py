@@ -1,0 +1,164 @@
+"""EmbeddingTable: a large array on servers, of which a step uses a few rows.
+
+Owns the object users hold and the initial values, which are made where the rows are. How
+rows are found and moved is in ``_ids`` and ``_participant``.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrored import _context
+from mirrored._errors import ArgumentError, ContextError
+from mirrored._home import Home, Remote
+from mirrored._parameter_server._catalog import VariableSpec
+from mirrored._parameter_server._participant import Participant
+from mirrored._values import NestLeaf
+
+# Rows whose initial values are drawn together, wherever the cuts between servers are.
+_BLOCK_ROWS = 8192
+
+Initializer = Callable[[Any, tuple[int, ...], Any], Any]
+
+
+class TableHome(Home):
+    """A home that keeps tables too."""
+
+    @property
+    @abc.abstractmethod
+    def participant(self) -> Participant:
+        """In whose name the running code reads and writes."""
+
+    @abc.abstractmethod
+    def adopt_table(self, table: Any, make: Callable[[int, int], Any]) -> None:
+        """Takes in a table just made, and how its first rows are made."""
+
+    @abc.abstractmethod
+    def spec_of(self, thing: Any) -> VariableSpec:
+        """The description of a variable or table."""
+
+
+@final
+class EmbeddingTable(NestLeaf, Remote):
+    """Rows on parameter servers, of which each step moves only those it uses.
+
+    Make it in the scope of a ParameterServerStrategy. ``table.lookup(ids)`` in a step asks
+    the servers for the different rows among the ids; the gradient that ``value_and_grad``
+    returns for the table is of these rows alone, and ``apply_gradients`` updates them
+    alone, with state of their own: momentum and decay act on a row in the steps that use
+    it. Any Optax transformation that treats every element by itself will do.
+
+    Args:
+      rows: how many rows there are; ids go from 0 to ``rows - 1``.
+      features: the length of a row.
+      initializer: a function of (key, shape, dtype), such as ``jax.nn.initializers``
+        returns; uniform in +-0.05 if left out. The values do not depend on the number of
+        servers.
+      seed: where the initial values come from.
+      dtype: of the elements.
+      name: used in messages and checkpoints; made up if left out.
+
+    >>> import mirrored
+    >>> strategy = mirrored.ParameterServerStrategy(worker_count=1, server_count=2)
+    >>> with strategy.scope():
+    ...     table = mirrored.EmbeddingTable(1000, 4, name="items")
+    >>> table.lookup([[7, 8], [7, 9]]).shape
+    (2, 2, 4)
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        features: int,
+        initializer: Initializer | None = None,
+        *,
+        seed: int = 0,
+        dtype: Any = jnp.float32,
+        name: str | None = None,
+    ) -> None:
+        if not (isinstance(rows, int) and isinstance(features, int) and rows > 0 < features):
+            raise ArgumentError(
+                fact=f"EmbeddingTable was given {rows!r} rows of {features!r} features.",
+                expected="two numbers, 1 or more.",
+                hint="write EmbeddingTable(rows=1_000_000, features=64).",
+            )
+        home = _context.current().home
+        if not isinstance(home, TableHome):
+            raise ContextError(
+                fact="an EmbeddingTable was made outside the scope of a ParameterServerStrategy.",
+                expected="a table that lives on parameter servers.",
+                hint="make it in `with strategy.scope():`; on other strategies use a Variable.",
+            )
+        self.shape = (rows, features)
+        self.dtype = np.dtype(dtype)
+        self.name = name or "table"
+        self.trainable = True
+        self._home: TableHome = home
+        make = functools.partial(
+            initial_rows,
+            initializer=initializer or _uniform,
+            seed=seed,
+            features=features,
+            dtype=self.dtype,
+            count=rows,
+        )
+        home.adopt_table(self, make)
+
+    def lookup(self, ids: Any) -> Any:
+        """Returns the rows with these ids, in the shape of the ids and one axis more.
+
+        In a step the ids must be computed from the step's arguments.
+        """
+        ids = ids if isinstance(ids, jax.Array) else jnp.asarray(ids)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ArgumentError(
+                fact=f"table {self.name!r} was given ids of dtype {ids.dtype}.",
+                expected="integers.",
+                hint="convert them with .astype(int).",
+            )
+        differentiated = _context.current().differentiated
+        rows = differentiated.get(self) if differentiated else None
+        return self._home.participant.lookup(self._home.spec_of(self), ids, rows)
+
+    def read(self, *, lend: bool = True) -> Any:
+        return self._home.participant.rows(self._home.spec_of(self))
+
+    def __reduce__(self) -> Any:
+        return self._home.pickled(self)
+
+    def __repr__(self) -> str:
+        return f"<EmbeddingTable {self.name!r} shape={self.shape} dtype={self.dtype}>"
+
+
+def initial_rows(
+    start: int,
+    stop: int,
+    *,
+    initializer: Initializer,
+    seed: int,
+    features: int,
+    dtype: Any,
+    count: int,
+) -> np.ndarray:
+    """Makes the initial values of some rows of a table, on the server that has them."""
+    result = np.empty((stop - start, features), dtype)
+    key = jax.random.key(seed)
+    # The last block of a table is drawn whole, too: its values depend on nothing else.
+    draw = jax.jit(lambda key: initializer(key, (min(_BLOCK_ROWS, count), features), dtype))
+    for block in range(start // _BLOCK_ROWS, -(-stop // _BLOCK_ROWS)):
+        first = block * _BLOCK_ROWS
+        values = np.asarray(draw(jax.random.fold_in(key, block)))
+        low, high = max(start, first), min(stop, first + len(values))
+        result[low - start : high - start] = values[low - first : high - first]
+    return result
+
+
+def _uniform(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.random.uniform(key, shape, dtype, -0.05, 0.05)

@@ -1,0 +1,238 @@
+"""Exchange: what a worker (or the coordinator) says to the servers in a step.
+
+Owns the order of messages under each kind of staleness, and the numbers that make an
+update known: closure and step. It moves flat arrays; what is in them is in ``_layout``.
+
+Under "async" an update and the question for the next values are one message to each
+server, and nobody waits for the answer until the values are needed. Under "bounded"
+server 0 is asked first, since it may refuse what was computed from values too old.
+Under "sync" server 0 is told last: a gradient it counts has then reached the others.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from mirrored._parameter_server._channel import Fields, Reply, silent
+from mirrored._parameter_server._links import Links
+from mirrored._parameter_server._staleness import Staleness
+
+# For each server, lists of pieces to read: one flat array a list.
+Reads: TypeAlias = Mapping[int, Sequence[Sequence[int]]]
+# For each server, updates and the arrays that go with them.
+Updates: TypeAlias = Mapping[int, tuple[Sequence[Fields], Sequence[np.ndarray]]]
+Values: TypeAlias = dict[int, list[np.ndarray]]
+
+_KEEPER = 0
+_FIRST_NAP = 0.0002
+_LONGEST_NAP = 0.005
+
+
+@final
+class Exchange:
+    """One participant's talk with the servers.
+
+    Args:
+      links: the channels.
+      lease: the worker's; None for the coordinator, which takes no turns.
+      staleness: how updates of different workers are combined.
+    """
+
+    def __init__(self, links: Links, lease: int | None, staleness: Staleness) -> None:
+        self.links = links
+        self._lease = lease
+        self._kind = "async" if lease is None else staleness.kind
+        self._closure: int | None = None
+        self._step = -1
+        self._floor = 0
+        self._go = True
+        self._round = 0
+        self._closed: list[Any] | None = None
+        self._ahead: tuple[Reads, dict[int, concurrent.futures.Future[Reply]]] | None = None
+        self._joined = False
+
+    @property
+    def steps(self) -> int:
+        """How many updates the running closure has sent."""
+        return self._step + 1
+
+    def begin(self, closure: int, floor: int) -> None:
+        """Begins a closure."""
+        self._closure, self._floor, self._step = closure, floor, -1
+        self._ahead = None
+        self._joined = False
+
+    def end(self) -> None:
+        """Waits until everything the closure sent has arrived."""
+        self._collect()
+        self._closure = None
+
+    # --- reading -----------------------------------------------------------------
+
+    def values(self, reads: Reads) -> Values:
+        """Reads values: those that came with the last answer, if they were asked for."""
+        self._join()
+        ahead = self._ahead
+        arrived = self._collect()
+        if not self._go:
+            self._wait_for_go()
+        elif ahead is not None and ahead[0] is reads:
+            return {server: arrays for server, (_, arrays) in arrived.items() if server in reads}
+        return self._pull(reads)
+
+    def rows(self, wanted: Mapping[int, tuple[Sequence[int], Sequence[np.ndarray]]]) -> Values:
+        """Reads rows of tables: for each server, tables and the numbers of their rows."""
+        self._collect()
+        futures = {
+            server: self.links.submit(server, "rows", {"tables": list(tables)}, numbers)
+            for server, (tables, numbers) in wanted.items()
+        }
+        return {
+            server: self.links.wait(server, "rows", future)[1] for server, future in futures.items()
+        }
+
+    def _pull(self, reads: Reads) -> Values:
+        said: Fields = {} if self._closed is None else {"closed": self._closed}
+        futures = {
+            server: self.links.submit(server, "pull", {**said, "read": lists})
+            for server, lists in reads.items()
+        }
+        return {
+            server: self.links.wait(server, "pull", future)[1] for server, future in futures.items()
+        }
+
+    def _collect(self) -> dict[int, Reply]:
+        """Waits for the answers to what was sent last."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return {}
+        return {
+            server: self.links.wait(server, "push", future) for server, future in ahead[1].items()
+        }
+
+    # --- writing -----------------------------------------------------------------
+
+    def push(self, updates: Updates, reads: Reads, *, is_step: bool) -> bool:
+        """Sends updates, and asks for the values of the next step.
+
+        Args:
+          updates: what to send to each server.
+          reads: what to ask for; empty if nobody knows yet what is needed next.
+          is_step: whether they are gradients, for which workers take turns.
+
+        Returns:
+          False if the gradients were refused because the values they were computed from
+          are too old: compute them again.
+        """
+        self._join()
+        self._collect()
+        self._step += 1
+        if is_step and self._kind == "bounded":
+            return self._push_bounded(updates, reads)
+        if is_step and self._kind == "sync":
+            return self._push_round(updates, reads)
+        self._ahead = (reads, self._submit(updates, reads, set()))
+        return True
+
+    def _submit(
+        self, updates: Updates, reads: Reads, but: set[int]
+    ) -> dict[int, concurrent.futures.Future[Reply]]:
+        futures = {}
+        for server in sorted({*updates, *reads} - but):
+            if server in updates:
+                fields, arrays = self._message(server, updates, reads)
+                futures[server] = self.links.submit(server, "push", fields, arrays)
+            else:
+                futures[server] = self.links.submit(server, "pull", {"read": reads[server]})
+        return futures
+
+    def _message(
+        self, server: int, updates: Updates, reads: Reads
+    ) -> tuple[Fields, Sequence[np.ndarray]]:
+        sent, arrays = updates.get(server, ([], []))
+        return {
+            "lease": self._lease,
+            "closure": self._closure,
+            "step": self._step,
+            "floor": self._floor,
+            "updates": sent,
+            "read": reads.get(server, []),
+        }, arrays
+
+    # --- turns -------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Learns where the others are, once a closure."""
+        if self._joined or self._kind == "async" or self._closure is None:
+            return
+        self._joined = True
+        reply, _ = self.links.request(_KEEPER, "join", {"leases": [self._lease]})
+        self._go, self._round, self._closed = reply["go"], reply["round"], reply["closed"]
+
+    def _push_bounded(self, updates: Updates, reads: Reads) -> bool:
+        fields, arrays = self._message(_KEEPER, updates, reads)
+        future = self.links.submit(_KEEPER, "push", {**fields, "counts": True}, arrays)
+        reply, _ = self.links.wait(_KEEPER, "push", future)
+        self._go = reply.get("go", True)
+        if reply.get("late"):
+            self._step -= 1
+            return False
+        futures = self._submit(updates, reads, {_KEEPER})
+        self._ahead = (reads, {_KEEPER: future, **futures})
+        return True
+
+    def _wait_for_go(self) -> None:
+        deadline, nap = self._deadline(), _FIRST_NAP
+        while not self._go:
+            nap = self._rest(nap, deadline)
+            reply, _ = self.links.request(_KEEPER, "turn", {"lease": self._lease, "read": []})
+            self._go = reply["go"]
+
+    def _push_round(self, updates: Updates, reads: Reads) -> bool:
+        said = {"round": self._round}
+        others = {}
+        for server in updates:
+            if server != _KEEPER:
+                fields, arrays = self._message(server, updates, {})
+                others[server] = self.links.submit(server, "push", {**fields, **said}, arrays)
+        for server, future in others.items():
+            self.links.wait(server, "push", future)
+        fields, arrays = self._message(_KEEPER, updates, reads)
+        future = self.links.submit(_KEEPER, "push", {**fields, **said}, arrays)
+        reply, _ = self.links.wait(_KEEPER, "push", future)
+        if reply.get("duplicate"):
+            return True
+        deadline, nap = self._deadline(), _FIRST_NAP
+        asked = {"lease": self._lease, **said, "read": reads.get(_KEEPER, [])}
+        while not reply["go"] and not reply.get("late"):
+            nap = self._rest(nap, deadline)
+            future = self.links.submit(_KEEPER, "turn", asked)
+            reply, _ = self.links.wait(_KEEPER, "turn", future)
+        self._round, self._closed = reply["round"], reply["closed"]
+        if reply.get("late") and not reply.get("dropped"):
+            self._step -= 1
+            return False
+        # The others learn from whoever comes first whose gradients were taken.
+        rest = {
+            server: self.links.submit(
+                server, "pull", {"closed": self._closed, "read": reads.get(server, [])}
+            )
+            for server in sorted({*updates, *reads} - {_KEEPER})
+        }
+        self._ahead = (reads, {_KEEPER: future, **rest})
+        return True
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.links.timeout
+
+    def _rest(self, nap: float, deadline: float) -> float:
+        if time.monotonic() > deadline:
+            who = "the group of workers"
+            raise silent(who, "turn", self.links.timeout)
+        time.sleep(nap)
+        return min(nap * 2, _LONGEST_NAP)

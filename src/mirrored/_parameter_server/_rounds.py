@@ -1,0 +1,94 @@
+"""Rounds: gradients of several workers that become one step.
+
+Owns what was sent for the step being gathered, and its mean. Whose gradients are taken
+is decided in ``_turns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mirrored._parameter_server._channel import Fields
+
+Identity = tuple[int, int]
+
+
+class _Offer(NamedTuple):
+    identity: Identity
+    updates: list[Fields]
+    arrays: list[np.ndarray]
+
+
+@final
+class Rounds:
+    """The gradients sent for rounds that are not closed yet."""
+
+    def __init__(self) -> None:
+        self._offers: dict[int, dict[int, _Offer]] = {}
+        self._taken = -1
+
+    def add(
+        self,
+        round_number: int,
+        lease: int,
+        identity: Identity,
+        updates: list[Fields],
+        arrays: list[np.ndarray],
+    ) -> None:
+        """Keeps what a worker sent; what it sent before for this round is replaced."""
+        if round_number > self._taken:
+            self._offers.setdefault(round_number, {})[lease] = _Offer(identity, updates, arrays)
+
+    def take(
+        self, round_number: int, leases: Sequence[int]
+    ) -> tuple[list[Identity], list[Fields], list[np.ndarray]] | None:
+        """The step made of what these workers sent; None if it was made before."""
+        if round_number <= self._taken:
+            return None
+        self._taken = round_number
+        offers = self._offers.pop(round_number, {})
+        self._offers = {
+            number: kept for number, kept in self._offers.items() if number > round_number
+        }
+        chosen = [offers[lease] for lease in leases if lease in offers]
+        updates, arrays = _mean(chosen, len(leases))
+        return [offer.identity for offer in chosen], updates, arrays
+
+
+def _mean(offers: list[_Offer], count: int) -> tuple[list[Fields], list[np.ndarray]]:
+    """One update for each thing the offers update, with the mean of their gradients."""
+    dense: dict[Any, tuple[Fields, list[np.ndarray]]] = {}
+    rows: dict[Any, tuple[Fields, list[tuple[np.ndarray, np.ndarray]]]] = {}
+    for offer in offers:
+        rest = offer.arrays
+        for update in offer.updates:
+            if update["kind"] == "rows":
+                key = (update["optimizer"], update["table"])
+                rows.setdefault(key, (update, []))[1].append((rest[0], rest[1]))
+                rest = rest[2:]
+                continue
+            size = len(update["lists"])
+            found = dense.get(update["optimizer"])
+            if found is None:
+                dense[update["optimizer"]] = (update, [array.copy() for array in rest[:size]])
+            else:
+                for total, array in zip(found[1], rest[:size], strict=True):
+                    total += array
+            rest = rest[size:]
+    updates, arrays = [], []
+    for update, totals in dense.values():
+        updates.append(update)
+        arrays += [np.divide(total, count, dtype=total.dtype) for total in totals]
+    for update, parts in rows.values():
+        numbers, places = np.unique(
+            np.concatenate([numbers for numbers, _ in parts]), return_inverse=True
+        )
+        gradients = np.concatenate([gradient for _, gradient in parts])
+        total = np.zeros((len(numbers), *gradients.shape[1:]), gradients.dtype)
+        np.add.at(total, places, gradients)
+        updates.append(update)
+        arrays += [numbers, np.divide(total, count, dtype=total.dtype)]
+    return updates, arrays

@@ -1,0 +1,376 @@
+"""Server: what one parameter server does with the messages it gets.
+
+Owns the order of things in a message: is the asker still a worker, was this update
+applied before, whose turn it is, then the update, then the values asked for. Where
+arrays lie is in ``_store`` and ``_tables``, how they change in ``_updates``.
+
+Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values; ``pull``
+values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
+at server 0; ``status``. Operations of ``control``, which may carry any Python:
+``optimizer`` (number, rule, variable names), ``table`` (piece, a function of a range of
+rows), ``pieces``, ``end_lease``, ``epoch``, ``save``, ``restore``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mirrored._errors import ServerError
+from mirrored._parameter_server import _shard_files
+from mirrored._parameter_server._applied import Applied
+from mirrored._parameter_server._channel import Fields, Reply
+from mirrored._parameter_server._engine import ServerSpec
+from mirrored._parameter_server._rounds import Rounds
+from mirrored._parameter_server._rules import Rule
+from mirrored._parameter_server._store import Piece, Store
+from mirrored._parameter_server._tables import Table
+from mirrored._parameter_server._turns import Turns
+from mirrored._parameter_server._updates import DenseUpdate
+
+# How long the others wait for a worker that neither comes nor is known to be lost.
+PATIENCE_SECONDS = 30.0
+
+
+@final
+class Server:
+    """Holds its share of the variables and applies what workers push.
+
+    Attributes:
+      lock: to be held around ``handle`` and ``control``.
+    """
+
+    def __init__(self, spec: ServerSpec, patience: float = PATIENCE_SECONDS) -> None:
+        self.spec = spec
+        self.lock = threading.Lock()
+        self.store = Store(spec.name)
+        self.tables: dict[int, Table] = {}
+        # By the optimizer's number: its rule, and the names of all its variables.
+        self.rules: dict[int, Rule] = {}
+        self.updates: dict[int, DenseUpdate] = {}
+        self.applied = Applied()
+        self._turns = Turns(spec.staleness, patience)
+        self._rounds = Rounds()
+        self._ended: set[int] = set()
+        self._epoch = 0
+        self._started = time.monotonic()
+        self._counts = {"updates": 0, "messages": 0, "duplicates": 0, "late": 0}
+        self._operations: dict[str, Callable[[Fields, list[np.ndarray]], Reply]] = {
+            "create": self._create,
+            "pull": self._pull,
+            "push": self._push,
+            "rows": self._rows,
+            "write_rows": self._write_rows,
+            "join": self._join,
+            "leave": self._leave,
+            "turn": self._turn,
+            "status": self._status,
+        }
+        self._controls: dict[str, Callable[..., Any]] = {
+            "optimizer": self._set_optimizer,
+            "table": self._create_table,
+            "pieces": self._expect_pieces,
+            "end_lease": self._end_lease,
+            "epoch": self._set_epoch,
+            "save": self._save,
+            "restore": self._restore,
+        }
+
+    def handle(self, operation: str, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        """Answers one message."""
+        self._counts["messages"] += 1
+        action = self._operations.get(operation)
+        if action is None:
+            raise self._unknown(operation)
+        return action(fields, arrays)
+
+    def control(self, operation: str, *objects: Any) -> Any:
+        """Does what only the coordinator may ask for."""
+        action = self._controls.get(operation)
+        if action is None:
+            raise self._unknown(operation)
+        return action(*objects)
+
+    def _unknown(self, operation: str) -> ServerError:
+        return ServerError(
+            fact=f"{self.spec.name} was asked for {operation!r}.",
+            expected=f"one of {', '.join([*self._operations, *self._controls])}.",
+            hint="all processes must run the same version of mirrored.",
+        )
+
+    # --- values ------------------------------------------------------------------
+
+    def _create(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        for described, value in zip(fields["pieces"], arrays, strict=True):
+            piece = Piece(
+                described["number"],
+                described["name"],
+                described["start"],
+                value.shape,
+                value.dtype,
+            )
+            self.store.add(piece, value)
+        return {}, []
+
+    def _expect_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Makes room for pieces whose values a checkpoint will bring."""
+        for piece in pieces:
+            self.store.put(piece, np.zeros(piece.shape, piece.dtype))
+
+    def _create_table(self, piece: Piece, make: Callable[[int, int], np.ndarray] | None) -> None:
+        if piece.number in self.tables and make is not None:
+            return
+        if make is None:
+            values = np.zeros(piece.shape, piece.dtype)
+        else:
+            values = np.array(make(piece.start, piece.start + piece.shape[0]), piece.dtype)
+        self.tables[piece.number] = Table(piece, values)
+
+    def _read(self, lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return [self.store.read(numbers) for numbers in lists]
+
+    def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._check_epoch(fields)
+        if "closed" in fields:
+            self._commit(*fields["closed"])
+        return {}, self._read(fields["read"])
+
+    def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._check_epoch(fields)
+        return {}, [
+            self._table(number).read(rows)
+            for number, rows in zip(fields["tables"], arrays, strict=True)
+        ]
+
+    def _write_rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._table(fields["table"]).write(*arrays)
+        return {}, []
+
+    def _table(self, number: int) -> Table:
+        table = self.tables.get(number)
+        if table is None:
+            raise ServerError(
+                fact=f"{self.spec.name} was asked for table {number}, which it does not have.",
+                expected=f"one of its {len(self.tables)} tables.",
+                hint="a server that came back without a checkpoint is empty: use "
+                'on_server_failure="restore".',
+            )
+        return table
+
+    # --- updates -----------------------------------------------------------------
+
+    def _set_optimizer(self, number: int, rule: Rule) -> None:
+        self.rules.setdefault(number, rule)
+
+    def _push(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._check_epoch(fields)
+        self._check_lease(fields["lease"])
+        self.applied.forget_below(fields.get("floor", 0))
+        closure, step = fields["closure"], fields["step"]
+        kind = self.spec.staleness.kind
+        # The coordinator's own writes belong to no closure.
+        if closure is not None and self.applied.has(closure, step):
+            self._counts["duplicates"] += 1
+            return self._answer(fields, {"duplicate": True})
+        if kind == "sync" and fields.get("round") is not None:
+            return self._gather(fields, arrays)
+        if kind == "bounded" and self.spec.index == 0 and fields.get("counts"):
+            if not self._turns.is_member(fields["lease"]):
+                # The others went on without it: what it computed may be too old.
+                self._turns.be_more_patient()
+                self._turns.join(fields["lease"])
+                self._counts["late"] += 1
+                return self._answer(fields, {"late": True})
+            self._turns.done(fields["lease"])
+        self._apply(fields["updates"], arrays)
+        if closure is not None:
+            self.applied.note(closure, step)
+        return self._answer(fields, {})
+
+    def _answer(self, fields: Fields, answer: Fields) -> Reply:
+        worker = fields["lease"] is not None
+        if worker and self.spec.index == 0 and self.spec.staleness.kind == "bounded":
+            answer["go"] = self._turns.may_go(fields["lease"])
+        return answer, self._read(fields["read"])
+
+    def _apply(self, updates: Sequence[Fields], arrays: Sequence[np.ndarray]) -> None:
+        """Applies the updates of one message, whose arrays stand in the same order."""
+        rest = list(arrays)
+        for update in updates:
+            kind = update["kind"]
+            if kind == "gradients":
+                count = len(update["lists"])
+                self._dense_update(update).apply(rest[:count])
+            elif kind == "rows":
+                count = 2
+                rule = self._rule(update["optimizer"])
+                self._table(update["table"]).update(update["optimizer"], rule, *rest[:2])
+            else:
+                count = 1
+                self.store.change(update["piece"], rest[0], add=kind == "add")
+            rest = rest[count:]
+        self._counts["updates"] += 1
+
+    def _rule(self, number: int) -> Rule:
+        rule = self.rules.get(number)
+        if rule is None:
+            raise ServerError(
+                fact=f"{self.spec.name} does not know optimizer {number}.",
+                expected="optimizers made in the strategy's scope, before they are used.",
+                hint="make the optimizer in `with strategy.scope():`.",
+            )
+        return rule
+
+    def _dense_update(self, update: Fields) -> DenseUpdate:
+        number, lists = update["optimizer"], [tuple(numbers) for numbers in update["lists"]]
+        found = self.updates.get(number)
+        if found is None:
+            found = self.updates[number] = DenseUpdate(
+                self._rule(number), self.store, lists, whole=update["whole"]
+            )
+        if found.lists != lists:
+            raise ServerError(
+                fact=f"optimizer {found.rule.name!r} keeps state for pieces {found.lists} on "
+                f"{self.spec.name} and was given gradients of {lists}.",
+                expected="the same variables in every step.",
+                hint="use one Optimizer for each set of variables.",
+            )
+        return found
+
+    # --- turns -------------------------------------------------------------------
+
+    def _join(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._check_epoch(fields)
+        for lease in fields["leases"]:
+            self._check_lease(lease)
+            self._turns.join(lease)
+        return self._standing(fields["leases"][0])
+
+    def _standing(self, lease: int) -> Reply:
+        closed, leases = self._turns.closed
+        go = self.spec.staleness.kind != "bounded" or self._turns.may_go(lease)
+        return {"go": go, "round": self._turns.round, "closed": [closed, leases]}, []
+
+    def _leave(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        self._turns.leave(fields["lease"])
+        self._close_round()
+        return {}, []
+
+    def _turn(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        """Answers a worker that waits: may it go on, and with which values?"""
+        self._check_epoch(fields)
+        self._check_lease(fields["lease"])
+        self._turns.heard(fields["lease"])
+        self._close_round()
+        answer, _ = self._standing(fields["lease"])
+        if fields.get("round") is not None:
+            answer["go"] = self._turns.round > fields["round"]
+        return answer, self._read(fields["read"]) if answer["go"] else []
+
+    def _gather(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        """Takes a gradient for the round that is gathered for now."""
+        lease, round_number = fields["lease"], fields["round"]
+        keeper = self.spec.index == 0
+        if keeper and round_number < self._turns.round:
+            self._counts["late"] += 1
+            self._turns.join(lease)
+            answer, _ = self._standing(lease)
+            answer["late"] = True
+            if self.spec.staleness.backup_workers:
+                # The step was made without it, as was asked for.
+                self.applied.note(fields["closure"], fields["step"])
+                answer["dropped"] = True
+            else:
+                self._turns.be_more_patient()
+            return answer, self._read(fields["read"])
+        identity = (fields["closure"], fields["step"])
+        self._rounds.add(round_number, lease, identity, fields["updates"], arrays)
+        if not keeper:
+            return {}, []
+        self._turns.offer(lease)
+        self._close_round()
+        answer, _ = self._standing(lease)
+        answer["go"] = self._turns.round > round_number
+        return answer, self._read(fields["read"]) if answer["go"] else []
+
+    def _close_round(self) -> None:
+        if self.spec.index != 0 or self.spec.staleness.kind != "sync":
+            return
+        round_number = self._turns.round
+        leases = self._turns.close()
+        if leases is not None:
+            self._commit(round_number, leases)
+
+    def _commit(self, round_number: int, leases: Sequence[int]) -> None:
+        """Makes the step of a round of the gradients of these workers; once."""
+        taken = self._rounds.take(round_number, leases)
+        if taken is None:
+            return
+        identities, updates, arrays = taken
+        if updates:
+            self._apply(updates, arrays)
+        for closure, step in identities:
+            self.applied.note(closure, step)
+
+    # --- membership and faults ---------------------------------------------------
+
+    def _end_lease(self, lease: int) -> None:
+        self._ended.add(lease)
+        self._turns.leave(lease)
+        self._close_round()
+
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            # Whoever still works for the old epoch is refused; his steps are done again.
+            self._turns = Turns(self.spec.staleness, self._turns.patience)
+            self._rounds = Rounds()
+        self._epoch = epoch
+
+    def _check_lease(self, lease: int | None) -> None:
+        if lease is not None and lease in self._ended:
+            raise ServerError(
+                fact=f"{self.spec.name} was sent a message by a worker given up as lost "
+                f"(lease {lease}).",
+                expected="messages of workers that are part of the cluster.",
+                hint="its closure runs elsewhere; nothing has to be done.",
+            )
+
+    def _check_epoch(self, fields: Fields) -> None:
+        if fields.get("epoch", self._epoch) != self._epoch:
+            raise ServerError(
+                fact=f"{self.spec.name} was sent a message of epoch {fields['epoch']}; servers "
+                f"were restored since, and the epoch is {self._epoch}.",
+                expected="messages of this epoch.",
+                hint="the closure runs again; nothing has to be done.",
+            )
+
+    def _save(self, directory: str) -> Fields:
+        return _shard_files.save(self, directory)
+
+    def _restore(self, directory: str, manifest: Fields) -> None:
+        _shard_files.restore(self, directory, manifest)
+
+    def _status(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
+        tables = list(self.tables.values())
+        return {
+            "server": self.spec.index,
+            "bytes": self.store.byte_count() + sum(table.values.nbytes for table in tables),
+            "variables": sorted({piece.name for piece in self.store.pieces()}),
+            "tables": [
+                {
+                    "name": table.piece.name,
+                    "rows": len(table.values),
+                    "rows_read": table.rows_read,
+                    "rows_written": table.rows_written,
+                }
+                for table in tables
+            ],
+            "seconds": time.monotonic() - self._started,
+            "steps_of_workers": {str(lease): n for lease, n in self._turns.steps.items()},
+            "round": self._turns.round,
+            **self._counts,
+        }, []

@@ -1,0 +1,149 @@
+"""The tables of one server: large arrays that are read and updated row by row.
+
+Owns the rows, the state of row-wise optimizers, and the sizes that row numbers are
+padded to so that nothing is compiled anew. Rows are changed in place; nobody is handed
+a view of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from mirrored._errors import ServerError
+from mirrored._parameter_server._rules import Rule, require_elementwise
+from mirrored._parameter_server._store import Piece
+from mirrored._parameter_server._updates import cpu_device
+
+_SMALLEST = 16
+
+
+def bucket(count: int) -> int:
+    """The size that ``count`` rows are padded to: a power of two, or one and a half of it.
+
+    >>> [bucket(count) for count in (1, 17, 25, 1700)]
+    [16, 24, 32, 2048]
+    """
+    size = _SMALLEST
+    while size < count:
+        if size * 3 // 2 >= count:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+@final
+class Table:
+    """Some rows of a table (all of them, on a single server)."""
+
+    def __init__(self, piece: Piece, values: np.ndarray) -> None:
+        self.piece = piece
+        self.values = values
+        self.rows_read = 0
+        self.rows_written = 0
+        # By the optimizer's number.
+        self.optimizers: dict[int, RowUpdate] = {}
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Copies the rows with these numbers, counted from this piece's first."""
+        self._check(rows)
+        self.rows_read += len(rows)
+        return self.values.take(rows, axis=0)
+
+    def update(self, number: int, rule: Rule, rows: np.ndarray, gradients: np.ndarray) -> None:
+        """Changes some rows, all different, by one step of an optimizer."""
+        self._check(rows)
+        if gradients.shape != (len(rows), *self.piece.shape[1:]):
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given {len(rows)} row numbers and gradients "
+                f"of shape {gradients.shape}.",
+                expected=f"shape {(len(rows), *self.piece.shape[1:])}.",
+                hint="all processes must run the same version of the program.",
+            )
+        self.rows_written += len(rows)
+        optimizer = self.optimizers.get(number)
+        if optimizer is None:
+            optimizer = self.optimizers[number] = RowUpdate(rule, self.piece, self.values)
+        optimizer.apply(self.values, rows, gradients)
+
+    def write(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Sets some rows."""
+        self._check(rows)
+        self.rows_written += len(rows)
+        self.values[rows] = values
+
+    def _check(self, rows: np.ndarray) -> None:
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self.values)):
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was asked for rows {int(rows.min())} to "
+                f"{int(rows.max())} of its {len(self.values)} on this server.",
+                expected="rows that are there.",
+                hint="look at the largest id of the batch.",
+            )
+
+
+@final
+class RowUpdate:
+    """An optimizer's update of some rows of a table, and its state.
+
+    A row's state moves only when the row does: momentum and decay act on a row in the
+    steps that use it. Numbers that belong to the optimizer as a whole, such as Adam's
+    count of steps, are kept once for the table.
+    """
+
+    def __init__(self, rule: Rule, piece: Piece, values: np.ndarray) -> None:
+        require_elementwise(
+            rule,
+            [jax.ShapeDtypeStruct(piece.shape, piece.dtype)],
+            f"{piece.name!r} is updated row by row",
+        )
+        self.rule = rule
+        self._device = cpu_device()
+        with jax.default_device(self._device):
+            state = jax.jit(rule.init)([values])
+        leaves, self.structure = jax.tree.flatten(state)
+        self.by_row = [leaf.shape == values.shape for leaf in leaves]
+        self.leaves: list[Any] = [
+            np.array(leaf) if by_row else leaf
+            for leaf, by_row in zip(leaves, self.by_row, strict=True)
+        ]
+        self._step: Callable[..., Any] = jax.jit(self._traced)
+
+    def apply(self, values: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
+        """Changes ``values`` and the state, in place, at ``rows``."""
+        count = len(rows)
+        size = bucket(count)
+        taken = functools.partial(_taken, rows=rows, size=size)
+        padded = gradients
+        if size != count:
+            padded = np.zeros((size, *gradients.shape[1:]), gradients.dtype)
+            padded[:count] = gradients
+        state = [
+            taken(leaf) if by_row else leaf
+            for leaf, by_row in zip(self.leaves, self.by_row, strict=True)
+        ]
+        current = jax.device_put(taken(values), self._device)
+        new_values, new_state = self._step(current, padded, state)
+        values[rows] = np.asarray(new_values)[:count]
+        for index, (leaf, by_row) in enumerate(zip(new_state, self.by_row, strict=True)):
+            if by_row:
+                self.leaves[index][rows] = np.asarray(leaf)[:count]
+            else:
+                self.leaves[index] = leaf
+
+    def _traced(self, values: Any, gradients: Any, state: Sequence[Any]) -> tuple[Any, Any]:
+        (new_values,), new_state = self.rule.update(
+            [gradients], self.structure.unflatten(state), [values]
+        )
+        return new_values, jax.tree.leaves(new_state)
+
+
+def _taken(array: np.ndarray, *, rows: np.ndarray, size: int) -> np.ndarray:
+    found = np.zeros((size, *array.shape[1:]), array.dtype)
+    # mode="clip" spares the copy through a second buffer; the numbers were checked.
+    np.take(array, rows, axis=0, out=found[: len(rows)], mode="clip")
+    return found

@@ -1,0 +1,106 @@
+"""Updates of dense pieces: a rule, the buffers it changes and its state.
+
+Owns the compiled update: gradients arrive as one flat array a dtype, are taken apart
+inside the program, and the new values leave it as one flat array again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mirrored._errors import ServerError
+from mirrored._parameter_server._rules import Rule, require_elementwise
+from mirrored._parameter_server._store import Buffer, Store
+
+
+def cpu_device() -> Any:
+    """Where servers compute: host memory is what they serve from."""
+    return jax.local_devices(backend="cpu")[0]
+
+
+@final
+class DenseUpdate:
+    """One optimizer's update of the pieces a server has of its variables.
+
+    Args:
+      rule: what to compute.
+      store: where the pieces are.
+      lists: their numbers, a list for each dtype; gradients come in the same order.
+      whole: whether these are all of the optimizer's variables, and all of each.
+    """
+
+    def __init__(
+        self, rule: Rule, store: Store, lists: Sequence[Sequence[int]], *, whole: bool
+    ) -> None:
+        self.rule = rule
+        self.lists = [tuple(numbers) for numbers in lists]
+        self._device = cpu_device()
+        self._buffers = [store.together(numbers) for numbers in lists]
+        # In the order the variables were given in, since transformations may depend on it;
+        # of several dtypes in the order they were made in.
+        self._order = [
+            (index, place)
+            for index, buffer in enumerate(self._buffers)
+            for place in range(len(buffer.pieces))
+        ]
+        if len(lists) > 1:
+            self._order.sort(key=lambda at: self._buffers[at[0]].numbers[at[1]])
+        self.pieces = [self._buffers[index].pieces[place] for index, place in self._order]
+        shapes = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.pieces]
+        if not whole:
+            require_elementwise(rule, shapes, "its variables are divided between servers")
+        values = [buffer.values() for buffer in self._buffers]
+        ordered = [values[index][place] for index, place in self._order]
+        with jax.default_device(self._device):
+            self.state: Any = jax.jit(rule.init)(ordered)
+        self._held: list[tuple[np.ndarray | None, Any]] = [(None, None)] * len(lists)
+        self._step = jax.jit(self._traced, donate_argnums=2)
+
+    def apply(self, gradients: Sequence[np.ndarray]) -> None:
+        """Changes the values by one step."""
+        flats = []
+        for index, buffer in enumerate(self._buffers):
+            self._check(buffer, gradients[index])
+            seen, held = self._held[index]
+            # Changed by an assignment since: what lies on the device is old.
+            flats.append(held if seen is buffer.flat else jax.device_put(buffer.flat, self._device))
+        new, self.state = self._step(flats, list(gradients), self.state)
+        for index, (buffer, array) in enumerate(zip(self._buffers, new, strict=True)):
+            buffer.flat = np.asarray(array)
+            self._held[index] = (buffer.flat, array)
+
+    def _check(self, buffer: Buffer, gradient: np.ndarray) -> None:
+        if gradient.shape != buffer.flat.shape or gradient.dtype != buffer.flat.dtype:
+            raise ServerError(
+                fact=f"optimizer {self.rule.name!r} was given a gradient "
+                f"{gradient.dtype}{list(gradient.shape)} for pieces of "
+                f"{buffer.flat.dtype}{list(buffer.flat.shape)}.",
+                expected="one number for each element.",
+                hint="all processes must run the same version of the program.",
+            )
+
+    def _traced(self, flats: list[Any], gradients: list[Any], state: Any) -> tuple[Any, Any]:
+        values, state = self.rule.update(self._apart(gradients), state, self._apart(flats))
+        return self._joined(values), state
+
+    def _apart(self, flats: list[Any]) -> list[Any]:
+        return [
+            flats[index][slice(*buffer.spans[piece.number])].reshape(piece.shape)
+            for index, place in self._order
+            for buffer in [self._buffers[index]]
+            for piece in [buffer.pieces[place]]
+        ]
+
+    def _joined(self, values: list[Any]) -> list[Any]:
+        parts: list[list[Any]] = [[None] * len(buffer.pieces) for buffer in self._buffers]
+        for (index, place), value in zip(self._order, values, strict=True):
+            parts[index][place] = value.reshape(-1)
+        return [
+            jnp.concatenate(row).astype(buffer.flat.dtype)
+            for row, buffer in zip(parts, self._buffers, strict=True)
+        ]
