@@ -5,14 +5,15 @@ around a donated jit of shard_map. Alternating rounds in one process; medians. R
 ``python benchmarks/nnx_overhead.py [replicas]`` on virtual CPU devices.
 """
 
+import argparse
 import statistics
-import sys
 import time
 
 import mirrored.testing
 
 mirrored.testing.use_cpu_devices(8)
 
+import driver
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +104,11 @@ def by_hand(strategy, *, every_step):
 
 
 def main():
-    replica_count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("replicas", type=int, nargs="?", default=2)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    replica_count = options.replicas
     strategy = mirrored.MirroredStrategy(jax.devices()[:replica_count])
     random = np.random.default_rng(0)
     shape = (replica_count, 4, 32)
@@ -132,6 +137,28 @@ def main():
     print(f"{replica_count} replicas, 8 layers, adam (50 arrays of state); us a step:")
     for name, value in medians.items():
         print(f"  {medians['mirrored'] / value:5.2f} x  {name}: {value * 1e6:.0f} us")
+    contenders = {
+        name: {
+            "median": medians[name] * 1e6,
+            "unit": "us a step",
+            "rounds": [round(value * 1e6, 2) for value in values],
+            "losses": losses[name],
+        }
+        for name, values in times.items()
+    }
+    found = {
+        f"mirrored / {name}": driver.ratio(contenders, "mirrored", name)
+        for name in contenders
+        if name != "mirrored"
+    }
+    case = {"name": f"{replica_count} replicas", "contenders": contenders, "ratios": found}
+    driver.write_result(
+        options.json,
+        f"nnx-{replica_count}",
+        [case],
+        {"jax": driver.versions()},
+        ["Virtual CPU devices: overhead, not arithmetic."],
+    )
 
 
 if __name__ == "__main__":

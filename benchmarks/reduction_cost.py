@@ -3,6 +3,7 @@
 Alternating rounds in one process; medians; ratios first. On virtual CPU devices.
 """
 
+import argparse
 import statistics
 import time
 
@@ -10,6 +11,7 @@ import mirrored.testing
 
 mirrored.testing.use_cpu_devices(8)
 
+import driver
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,10 @@ def program(replica_count, *, reproducible=False, **options):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    cases = []
     for replica_count in (2, 4, 8):
         peers = {
             "all-reduce": program(replica_count),
@@ -83,6 +89,30 @@ def main():
                 f"  {median / base:5.2f} x time, {share:6.3f} x optimizer "
                 f"memory  {name} ({median * 1e3:.2f} ms, {memory / 2**20:.2f} MiB a device)"
             )
+        contenders = {
+            name: {
+                "median": statistics.median(values) * 1e6,
+                "unit": "us a step",
+                "rounds": [round(value * 1e6, 2) for value in values],
+                "optimizer_bytes": peers[name][1],
+                "losses": peers[name][2],
+            }
+            for name, values in times.items()
+        }
+        found = {
+            f"{name} / all-reduce": driver.ratio(contenders, name, "all-reduce")
+            for name in contenders
+            if name != "all-reduce"
+        }
+        case = {"name": f"{replica_count} replicas", "contenders": contenders, "ratios": found}
+        cases.append(case)
+    driver.write_result(
+        options.json,
+        "reductions",
+        cases,
+        {"jax": driver.versions()},
+        ["Virtual CPU devices; XLA emulates bfloat16 on CPUs."],
+    )
 
 
 if __name__ == "__main__":

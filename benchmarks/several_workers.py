@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 
+import driver
 import numpy as np
 
 WORKERS = 2
@@ -162,6 +163,7 @@ def main():
     parser.add_argument("--worker", choices=["mirrored", "torch"])
     parser.add_argument("--torch", help="a Python that has torch", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="also write the figures to this file")
     given = parser.parse_args()
     if given.worker:
         result = run_mirrored() if given.worker == "mirrored" else run_torch()
@@ -181,6 +183,19 @@ def main():
     medians = {peer: statistics.median(values) for peer, values in times.items()}
     print(f"mirrored {medians['mirrored']:.0f} us, torch DDP {medians['torch']:.0f} us a step")
     print(f"ratio {medians['mirrored'] / medians['torch']:.2f}; {collectives} collective a step")
+    contenders = {
+        peer: {"median": medians[peer], "unit": "us a step", "rounds": values}
+        for peer, values in times.items()
+    }
+    found = {"mirrored / torch": driver.ratio(contenders, "mirrored", "torch")}
+    case = {"name": f"{WORKERS} processes", "contenders": contenders, "ratios": found}
+    driver.write_result(
+        given.json,
+        "several-workers",
+        [case],
+        {"jax": driver.versions()},
+        ["Loopback of one machine, over Gloo; each round starts its processes anew."],
+    )
 
 
 if __name__ == "__main__":
