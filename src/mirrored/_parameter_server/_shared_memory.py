@@ -169,6 +169,7 @@ class SharedMemoryListener(Listener):
 
     def _reply(self, packets: Packets, header: Header, arrays: list[Any]) -> None:
         word, fields, found = answered(self._service, self._lock, header, arrays)
+        found = list(found)
         # With them the blocks they lie in are given back, in the packet that goes out now.
         arrays.clear()
         packets.send(header.number, word, fields, found)
