@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mirrored._errors import MirroredError
 from mirrored.launch import Settings, launch
+from mirrored.launch._launcher import local_gpu_count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     command = [*(["-m"] if given.module else []), given.program, *given.arguments]
+    coordinator = given.coordinator
+    if given.master_addr is not None or given.master_port is not None:
+        if coordinator is not None:
+            parser.error("--coordinator says what --master-addr and --master-port would")
+        coordinator = f"{given.master_addr or '127.0.0.1'}:{given.master_port or 29500}"
     try:
         settings = Settings(
             command=command,
@@ -23,10 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_restarts=given.max_restarts,
             grace=given.grace,
             watchdog=given.watchdog,
-            coordinator=given.coordinator,
+            coordinator=coordinator,
             nodes=given.nodes,
             node_rank=given.node_rank,
             run_directory=given.run_directory,
+            python=not given.no_python,
+            log_directory=given.log_dir,
+            show=given.show_workers,
         )
         return launch(settings)
     except MirroredError as error:
@@ -49,10 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         "--processes",
         "--nproc-per-node",
         "--nproc_per_node",
-        type=int,
+        type=_processes,
         default=1,
         metavar="N",
-        help="workers on this machine (default 1)",
+        help="workers on this machine (default 1); 'gpu' for one a GPU, 'auto' for that or, "
+        "without GPUs, 1",
     )
     run.add_argument(
         "--cpu-devices", type=int, metavar="K", help="virtual CPU devices for each worker"
@@ -81,8 +91,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--coordinator",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
         metavar="HOST:PORT",
         help="where worker 0 listens (default: a free port of this machine)",
+    )
+    run.add_argument(
+        "--master-addr", "--master_addr", metavar="HOST", help="the coordinator's host alone"
+    )
+    run.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="the coordinator's port alone (29500 if only the host is given)",
+    )
+    run.add_argument(
+        "--standalone", action="store_true", help="one machine, which is so anyway: ignored"
     )
     run.add_argument(
         "--nodes", "--nnodes", type=int, default=1, metavar="N", help="machines (default 1)"
@@ -96,7 +121,38 @@ def _parser() -> argparse.ArgumentParser:
         help="which of the machines this is, from 0",
     )
     run.add_argument("--run-directory", metavar="PATH", help="where workers leave word")
+    run.add_argument(
+        "--log-dir",
+        "--log_dir",
+        metavar="PATH",
+        help="also write each worker's output to PATH/attempt-0/worker-0.out and .err",
+    )
+    run.add_argument(
+        "--show-workers",
+        "--local-ranks-filter",
+        "--local_ranks_filter",
+        type=_numbers,
+        metavar="0,1",
+        help="show the output of these workers only",
+    )
+    run.add_argument(
+        "--no-python", "--no_python", action="store_true", help="run the program without Python"
+    )
     run.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
     run.add_argument("program", help="the program, or the module with -m")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
+
+
+def _processes(text: str) -> int:
+    if text in ("gpu", "auto"):
+        found = local_gpu_count()
+        if text == "gpu" and not found:
+            msg = "there is no GPU on this machine"
+            raise argparse.ArgumentTypeError(msg)
+        return max(found, 1)
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
