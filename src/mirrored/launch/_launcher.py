@@ -115,13 +115,14 @@ class _Launcher:
         coordinator = self._coordinator(attempt)
         first = settings.node_rank * settings.processes
         self._workers = []
+        command = [*([sys.executable, "-u"] if settings.python else []), *settings.command]
         for local in range(settings.processes):
             environment = self._environment(attempt, coordinator, first + local, local)
             number = first + local
             self._workers.append(
                 Worker(
                     number,
-                    settings.full_command(),
+                    command,
                     environment,
                     shown=settings.show is None or number in settings.show,
                     log=self._log(attempt, number),

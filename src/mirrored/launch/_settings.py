@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import final
 
@@ -93,7 +92,3 @@ class Settings:
                 expected=f"{expected}.",
                 hint="see `mirrored launch --help`.",
             )
-
-    def full_command(self) -> list[str]:
-        """What is run for each worker."""
-        return [*([sys.executable, "-u"] if self.python else []), *self.command]
