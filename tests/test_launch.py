@@ -209,7 +209,6 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, words,
     [
         (["-n", "many", "x.py"], "invalid"),
         (["-n", "gpu", "x.py"], "no GPU"),
-        (["--coordinator", "a:1", "--master-port", "2", "x.py"], "--master-port"),
         (["--no-such-option", "x.py"], "unrecognized"),
         ([], "program"),
     ],
