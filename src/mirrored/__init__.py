@@ -37,6 +37,7 @@ from mirrored._objects import add_adapter as _add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._parameter_server import (
     ClusterCoordinator,
+    ClusterStatus,
     EmbeddingTable,
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -46,7 +47,9 @@ from mirrored._parameter_server import (
     PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
+    ServerStatus,
     Staleness,
+    WorkerStatus,
     bounded,
     current_worker_index,
 )
@@ -80,6 +83,7 @@ __all__ = [
     "Cluster",
     "ClusterCoordinator",
     "ClusterError",
+    "ClusterStatus",
     "ContextError",
     "DataError",
     "DeviceError",
@@ -110,6 +114,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "ServerError",
+    "ServerStatus",
     "ShapeError",
     "Staleness",
     "Strategy",
@@ -120,6 +125,7 @@ __all__ = [
     "VariableError",
     "VariableSynchronization",
     "WorkerError",
+    "WorkerStatus",
     "__version__",
     "accumulated_value_and_grad",
     "as_mirrored",

@@ -115,6 +115,8 @@ class ParameterServerStrategy(ServerStrategy):
             partitioner=variable_partitioner,
         )
         self._home = CoordinatorHome(self, self._deployment)
+        # The one ClusterCoordinator, once there is one.
+        self.coordinator: Any = None
         # Processes end with the strategy; threads only stop waiting.
         self._finalizer = weakref.finalize(self, Deployment.close, self._deployment)
 
@@ -153,10 +155,6 @@ class ParameterServerStrategy(ServerStrategy):
     def optimizer_on_servers(self, optimizer: Any, rule: Rule) -> None:
         """Takes in an optimizer of another library; for the library's own modules."""
         self._home.know_optimizer(optimizer, self._deployment.add_optimizer(rule.name, rule))
-
-    def status(self) -> list[dict[str, Any]]:
-        """What each server says of itself: bytes, updates, rows, workers' steps."""
-        return self._deployment.status()
 
     def close(self) -> None:
         """Ends all workers and servers."""
