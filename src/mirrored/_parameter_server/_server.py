@@ -136,8 +136,8 @@ class Server:
 
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
-        if "closed" in fields:
-            self._commit(*fields["closed"])
+        for round_number, leases in fields.get("closed", ()):
+            self._commit(round_number, leases)
         return {}, self._values(fields)
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
@@ -172,7 +172,11 @@ class Server:
         # The coordinator's own writes belong to no closure.
         if closure is not None and self.applied.has(closure, step):
             self._tally.duplicates += 1
-            return self._answer(fields, {"duplicate": True})
+            known: Fields = {"duplicate": True}
+            if kind == "sync" and self.spec.index == 0 and fields["lease"] is not None:
+                # Whoever closed the round may have died before the other servers knew.
+                known |= self._standing(fields["lease"])[0]
+            return self._answer(fields, known)
         self._tally.came(fields["lease"])
         if kind == "sync" and fields.get("round") is not None:
             return self._gather(fields, arrays)
@@ -252,9 +256,8 @@ class Server:
         return self._standing(fields["leases"][0])
 
     def _standing(self, lease: int) -> Reply:
-        closed, leases = self._turns.closed
         go = self.spec.staleness.kind != "bounded" or self._turns.may_go(lease)
-        return {"go": go, "round": self._turns.round, "closed": [closed, leases]}, []
+        return {"go": go, "round": self._turns.round, "closed": self._turns.closed}, []
 
     def _leave(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._turns.leave(fields["lease"])
@@ -308,7 +311,7 @@ class Server:
 
     def _commit(self, round_number: int, leases: Sequence[int]) -> None:
         """Makes the step of a round of the gradients of these workers; once."""
-        taken = self._rounds.take(round_number, leases)
+        taken = self._rounds.take(round_number, leases, self.applied.has)
         if taken is None:
             return
         identities, updates, arrays = taken
