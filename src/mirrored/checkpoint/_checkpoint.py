@@ -96,7 +96,7 @@ class Checkpoint:
         self._state = State(state)
         self._storage = Storage(directory)
         self._key = f"checkpoint/{zlib.crc32(str(self._storage.directory).encode()):08x}"
-        self._every = every
+        self.every = every
         self._keep = keep
         self._preemption_code = preemption_code
         self._workers = _workers.connected()
@@ -274,7 +274,7 @@ class Checkpoint:
 
     # --- training ----------------------------------------------------------------
 
-    def completed(self, step: int | None = None) -> None:
+    def completed(self, step: int | None = None, *, save: bool = False) -> None:
         """Notes a completed step: saves when it is due, and when the run is preempted.
 
         Call it on all workers after each step. After SIGTERM on any worker all of them
@@ -282,11 +282,12 @@ class Checkpoint:
 
         Args:
           step: the number of completed steps; one more than before if left out.
+          save: whether to save in any case.
         """
         before = self.step
         self.step = self.step + 1 if step is None else step
         _workers.completed(self.step)
-        if self._every and self.step // self._every > before // self._every:
+        if save or (self.every and self.step // self.every > before // self.every):
             self.save()
         if self._preempted():
             self._leave()
