@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,9 +17,8 @@ from typing import Any, final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from mirrored import _compat, _workers
+from mirrored import _preemption, _workers
 from mirrored._cluster import PROCESS_ID
 from mirrored._errors import ArgumentError, CheckpointError
 from mirrored._report import RUN_DIRECTORY, write_preempted
@@ -99,13 +97,16 @@ class Checkpoint:
         self.every = every
         self._keep = keep
         self._preemption_code = preemption_code
-        self._workers = _workers.connected()
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._saved_step: int | None = None
         self._restored = False
-        self._sigterm = threading.Event()
-        self._listen()
+        _preemption.current().listen()
+
+    @property
+    def _workers(self) -> _workers.Workers | None:
+        # Asked each time: the strategy may be made after the checkpoint.
+        return _workers.connected()
 
     @property
     def directory(self) -> str:
@@ -289,7 +290,7 @@ class Checkpoint:
         _workers.completed(self.step)
         if save or (self.every and self.step // self.every > before // self.every):
             self.save()
-        if self._preempted():
+        if _preemption.current().reached():
             self._leave()
 
     def batches(self, dataset: Any, epochs: int = 1) -> Iterator[Any]:
@@ -327,20 +328,6 @@ class Checkpoint:
                 self.completed()
 
     # --- preemption --------------------------------------------------------------
-
-    def _listen(self) -> None:
-        if self._workers is not None:
-            _compat.start_preemption_service()
-            return
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda number, frame: self._sigterm.set())
-
-    def _preempted(self) -> bool:
-        if self._workers is None:
-            return self._sigterm.is_set()
-        # Its counter must not leave out a number, as the steps may that it is told of.
-        return multihost_utils.reached_preemption_sync_point(self._workers.next_check())
 
     def _leave(self) -> None:
         if self._saved_step != self.step:
