@@ -10,6 +10,7 @@ PyTorch's replicas are processes (Gloo), TensorFlow's and JAX's are devices of o
 from __future__ import annotations
 
 import os
+import statistics
 from typing import Any
 
 import driver
@@ -274,6 +275,15 @@ def main() -> None:
                 tolerance=TOLERANCE,
                 rounds=given.rounds,
                 steps=given.steps,
+            )
+            # What the calls alone take, with idle devices.
+            ours, base, *_ = runners
+            calls = driver.single_rounds(
+                {name: runners[name] for name in (ours, base)}, given.rounds, given.steps
+            )
+            case["ratios"][f"{ours} / {base}, host"] = driver.ratio(calls, ours, base)
+            case["contenders"][ours]["extra_host_us"] = statistics.median(
+                a - b for a, b in zip(calls[ours]["rounds"], calls[base]["rounds"])
             )
             versions = {peer: process.versions for peer, process in started.items()}
         cases.append(case)

@@ -70,7 +70,8 @@ def serve(
     - ``{"losses": n, "of": name}``: the losses of n further steps.
     - ``{"time": n, "of": name}``: microseconds a step of n further steps: ``wall`` until the last
       loss is there, ``host`` until the last call has returned, ``thread`` the processor time of
-      the calling thread. One step goes before, unless ``"warm": 0`` says otherwise.
+      the calling thread. One step goes before, unless ``"warm": 0`` says otherwise; with
+      ``"value": 1`` also the last ``loss``.
     - ``{"single": n, "of": name}``: medians over n steps, each waited for: ``host`` of the call
       alone and ``thread`` of the call alone.
     - ``{"drop": name}``: forgets a step.
@@ -132,7 +133,8 @@ def _trained(request: dict[str, Any], step: Any, wait: Any) -> dict[str, Any]:
     wait(result)
     scale = 1e6 / count
     wall = (time.perf_counter() - start) * scale
-    return {"wall": wall, "host": (returned - start) * scale, "thread": work * scale}
+    found = {"wall": wall, "host": (returned - start) * scale, "thread": work * scale}
+    return found | {"loss": float(result)} if "value" in request else found
 
 
 # --- in the benchmark's process ---------------------------------------------------------------
@@ -197,8 +199,9 @@ class Process:
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._received:
             if not select.select([pipe], [], [], self._patience)[0]:
+                failure = self._failure(f"did not answer for {self._patience:g} s")
                 self.end()
-                raise self._failure(f"did not answer for {self._patience:.0f} s")
+                raise failure
             more = os.read(pipe, 65536)
             if not more:
                 raise self._failure(f"ended with {self._process.wait()}")
@@ -216,6 +219,9 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._said):
+            assert file is not None
+            file.close()
 
 
 class Group(Process):
