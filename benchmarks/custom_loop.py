@@ -14,6 +14,7 @@ import statistics
 from typing import Any
 
 import driver
+import torch_replica
 import workloads
 
 TOLERANCE = 1e-4
@@ -214,28 +215,14 @@ def torch_step() -> Any:
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(initial.T))
         model.bias.zero_()
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=workloads.LEARNING_RATE)
-    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=workloads.LEARNING_RATE)
     rows = workloads.LOOP_BATCH // replicas
     own = slice(rank * rows, (rank + 1) * rows)
     batches = [
         (torch.from_numpy(x[own].copy()), torch.from_numpy(y[own].argmax(-1)))
         for x, y in zip(images, labels)
     ]
-    position = -1
-
-    def call():
-        nonlocal position
-        position = (position + 1) % len(batches)
-        x, y = batches[position]
-        optimizer.zero_grad()
-        loss = criterion(parallel(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return call
+    return torch_replica.ddp_step(model, optimizer, batches)
 
 
 def serve_torch(replicas: int) -> None:

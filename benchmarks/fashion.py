@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import statistics
 from typing import Any
 
 import driver
@@ -46,7 +47,7 @@ class Data:
 
     def __init__(self, folder: str) -> None:
         if folder == "drawn":
-            found = workloads.fashion_drawn(2 * workloads.FASHION_BATCH)
+            found = workloads.fashion_drawn(workloads.FASHION_BATCH)
         else:
             found = workloads.fashion_data(pathlib.Path(folder))
         self.images, self.labels, self.test_images, self.test_labels = found
@@ -349,7 +350,7 @@ def measure(given: Any, started: dict[str, driver.Process]) -> dict[str, Any]:
             curves = {n: f["losses"] for n, f in found.items() if n not in APART}
             driver.compare_curves(curves, 0.05 if given.small else TOLERANCE)
     for figures in found.values():
-        figures["median"] = sorted(figures["rounds"])[len(figures["rounds"]) // 2]
+        figures["median"] = statistics.median(figures["rounds"])
         seconds, figures["seconds_to_accuracy"] = 0.0, None
         for took, right in zip(
             [figures["first_epoch_s"], *figures["rounds"]], figures["accuracies"]
@@ -382,8 +383,6 @@ def main() -> None:
     if not given.data and not given.small:
         raise SystemExit("where is Fashion-MNIST? hint: --data FOLDER; make bench finds it")
     folder = "drawn" if given.small else given.data
-    if given.small:
-        given.rounds = 3
     counts = {"torch": REPLICAS}
     with driver.start(__file__, given.pythons, folder, counts=counts) as started:
         case = measure(given, started)

@@ -19,7 +19,7 @@ import results
 
 HERE = pathlib.Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-PLOTS = HERE.parent / "docs" / "benchmarks"
+PLOTS = HERE.parent / "docs" / "assets" / "plots"
 Result = Mapping[str, Any]
 
 # In the order of the page: the result, its heading, and what is trained.
@@ -199,7 +199,7 @@ def _section(name: str, result: Result) -> Iterator[str]:
     yield f"## {title}\n"
     yield f"{words}\n"
     if name in plots.DRAWN_BY:
-        yield f"![{title}: every contender's figures](benchmarks/{name}.png)\n"
+        yield f"![{title}: every contender's figures](assets/plots/{name}.png)\n"
     yield from _ratios(result)
     yield ""
     for goal, value in goals.standing({name: result}):
@@ -208,7 +208,9 @@ def _section(name: str, result: Result) -> Iterator[str]:
     yield ""
     for caveat in result["caveats"]:
         yield f"- {caveat}"
-    yield f"- Measured {result['date']} on {_machine(result)}.\n"
+    load = result["machine"].get("load", 0)
+    busy = f" **Other work was running (load {load:g}): read ratios only.**" if load > 2.5 else ""
+    yield f"- Measured {result['date']} on {_machine(result)}.{busy}\n"
     yield '??? note "All figures"\n'
     yield from (f"    {line}" for line in _figures(result))
     yield ""
