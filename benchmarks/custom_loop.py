@@ -246,7 +246,7 @@ CONTENDERS = {
 
 
 def main() -> None:
-    given = driver.options(__doc__, rounds=11, steps=400, peers=("tensorflow", "torch"))
+    given = driver.options(__doc__, rounds=21, steps=400, peers=("tensorflow", "torch"))
     if given.serve:
         SERVERS[given.serve[0]](int(given.serve[1]))
         return
@@ -256,7 +256,7 @@ def main() -> None:
         with driver.start(__file__, given.pythons, replicas, counts=counts) as started:
             runners = {name: started[peer] for name, peer in CONTENDERS.items() if peer in started}
             case = driver.measure(
-                f"{replicas} replicas",
+                f"R = {replicas}",
                 runners,
                 losses=workloads.LOOP_BATCHES * 2 - 1,
                 tolerance=TOLERANCE,

@@ -366,7 +366,7 @@ def measure(given: Any, started: dict[str, driver.Process]) -> dict[str, Any]:
         theirs = found[base]["seconds_to_accuracy"]
         if own and theirs:
             ratios[f"{ours} / {base}, to the accuracy"] = own / theirs
-    case = {"name": f"{REPLICAS} replicas", "target": TARGET}
+    case = {"name": f"R = {REPLICAS}", "target": TARGET}
     return case | {"contenders": found, "ratios": ratios}
 
 

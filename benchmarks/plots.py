@@ -9,9 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Result = Mapping[str, Any]
-# Ours in one strong colour, the others in ones that stay apart in grey and for the colour-blind.
+# By the words of a contender's name: the same peer looks the same in every plot.
 OURS = "#3949ab"
-OTHERS = ("#8d6e63", "#bdbdbd", "#ef6c00", "#c62828", "#00897b", "#f9a825")
+PEERS = {
+    "TensorFlow": "#ef6c00",
+    "PyTorch": "#c62828",
+    "torch": "#c62828",
+    "stock Keras": "#00897b",
+    "scan": "#bdbdbd",
+    "each step": "#bdbdbd",
+    "by hand": "#757575",
+    "jax": "#757575",
+    "hand-written JAX": "#757575",
+}
+OTHERS = ("#8d6e63", "#f9a825", "#00897b", "#c62828", "#757575", "#ef6c00")
 
 
 def digest(result: Result) -> str:
@@ -38,12 +49,16 @@ def draw(result: Result, path: pathlib.Path) -> None:
 
 
 def _colors(names: list[str]) -> dict[str, str]:
-    others = iter(OTHERS)
-    return {name: OURS if name.startswith("mirrored") else next(others) for name in names}
+    found, others = {}, iter(OTHERS)
+    for name in names:
+        known = [color for words, color in PEERS.items() if words in name]
+        ours = name.startswith("mirrored")
+        found[name] = OURS if ours else known[0] if known else next(others)
+    return found
 
 
 def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
-    """Horizontal bars, one a contender, in one panel a case; a line spans all rounds."""
+    """A bar or, on a log scale, a point for each contender; a line spans all its rounds."""
 
     def drawn(result: Result, pyplot: Any) -> Any:
         cases = result["cases"]
@@ -56,9 +71,13 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
             colors = _colors(names)
             for place, name in enumerate(names):
                 figures = case["contenders"][name]
-                axis.barh(place, figures["median"], color=colors[name], height=0.62)
                 low, high = min(figures["rounds"]), max(figures["rounds"])
-                axis.plot([low, high], [place, place], color="black", linewidth=1)
+                if log:  # A bar would begin anywhere.
+                    axis.plot(figures["median"], place, "o", color=colors[name], markersize=9)
+                    axis.plot([low, high], [place, place], color=colors[name], linewidth=2)
+                else:
+                    axis.barh(place, figures["median"], color=colors[name], height=0.62)
+                    axis.plot([low, high], [place, place], color="black", linewidth=1)
                 axis.annotate(
                     f"{figures['median']:,.0f}",
                     (max(high, figures["median"]), place),
@@ -71,6 +90,8 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
             axis.set_title(case["name"], fontsize=11)
             if log:
                 axis.set_xscale("log")
+                axis.grid(axis="x", alpha=0.25)
+                axis.set_ylim(-0.6, len(names) - 0.4)
             low, high = axis.get_xlim()
             axis.set_xlim(low, high * 2.2 if log else high * 1.12)
         figure.tight_layout(w_pad=2)
@@ -109,7 +130,7 @@ def growth_with_replicas(result: Result, pyplot: Any) -> Any:
                 if key in figures:
                     value = figures[key] / 2**20 if key == "peak_bytes" else figures[key]
                     pairs = points.setdefault(name, [])
-                    pairs.append((int(case["name"].split()[0]), value))
+                    pairs.append((int(case["name"].split()[-1]), value))
         _lines(axis, points, title, "replicas")
     axes[0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
@@ -125,7 +146,7 @@ def growth_with_variables(result: Result, pyplot: Any) -> Any:
             if devices == replicas:
                 for name, figures in case["contenders"].items():
                     points.setdefault(name, []).append((count, figures["median"]))
-        _lines(axis, points, f"host time of a step, us; {replicas} replicas", "variables")
+        _lines(axis, points, f"host time of a step, us; R = {replicas}", "variables")
     axes[0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     return figure

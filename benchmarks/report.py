@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -211,9 +212,9 @@ def _section(name: str, result: Result) -> Iterator[str]:
     load = result["machine"].get("load", 0)
     busy = f" **Other work was running (load {load:g}): read ratios only.**" if load > 2.5 else ""
     yield f"- Measured {result['date']} on {_machine(result)}.{busy}\n"
-    yield '??? note "All figures"\n'
-    yield from (f"    {line}" for line in _figures(result))
-    yield ""
+    yield '<details markdown="1"><summary>All figures</summary>\n'
+    yield from _figures(result)
+    yield "\n</details>\n"
     yield from _notes(name)
 
 
@@ -231,25 +232,34 @@ def _machine(result: Result) -> str:
 
 def _goals(found: Mapping[str, Result]) -> Iterator[str]:
     """What was promised and is not so, or not known."""
-    missed, unknown, met = [], [], 0
+    open_goals: dict[str, dict[str, list[str]]] = {"MISSED": {}, "not measured": {}}
+    count = {"met": 0, "MISSED": 0, "not measured": 0}
     for goal in goals.GOALS:
-        title = SECTIONS[goal.result][0]
         value = goal.value(found[goal.result]) if goal.result in found else None
         verdict = goal.verdict(value)
-        if verdict == "met":
-            met += 1
-        elif value is None:
-            unknown.append(f"{title}, {goal.case}: {goal.text(value)}")
-        else:
-            missed.append(f"{title}, {goal.case}: {goal.text(value)}")
+        count[verdict] += 1
+        if verdict != "met":
+            what = f"{goal.contender}: {goal.what}" if goal.contender else goal.what
+            line = f"[{SECTIONS[goal.result][0]}](#{_anchor(goal)}): {what}, {goal.bound}"
+            text = goal.case if value is None else f"{value:.3f}{goal.unit} at {goal.case}"
+            open_goals[verdict].setdefault(line, []).append(text)
     yield "## Goals\n"
-    yield f"Of {len(goals.GOALS)} goals {met} are met, {len(missed)} missed, "
-    yield f"{len(unknown)} not measured. Each stands beside its figure below.\n"
-    for head, lines in (("Missed:", missed), ("Not measured:", unknown)):
+    yield (
+        f"Of {len(goals.GOALS)} goals {count['met']} are met, {count['MISSED']} missed, "
+        f"{count['not measured']} not measured. Each stands beside its figure below.\n"
+    )
+    for verdict, lines in open_goals.items():
         if lines:
-            yield f"{head}\n"
-            yield from (f"- {line}" for line in lines)
+            yield f"{verdict.capitalize()}:\n"
+            yield from (f"- {line} ({'; '.join(texts)})" for line, texts in lines.items())
             yield ""
+
+
+def _anchor(goal: goals.Goal) -> str:
+    if goal.result.startswith("gpu"):
+        return "gpus"
+    title = re.sub(r"[^\w\s-]", "", SECTIONS[goal.result][0].lower())
+    return re.sub(r"[\s]+", "-", title.strip())
 
 
 def _versions(found: Mapping[str, Result]) -> Iterator[str]:

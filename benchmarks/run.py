@@ -164,7 +164,8 @@ def main() -> int:
                 ended.append(benchmark.name)
     except KeyboardInterrupt:
         print("interrupted; the results that are there stay", flush=True)
-    judge(ended, given)
+    if not given.small:
+        judge(ended, given)
     return 0 if len(ended) == len(chosen) else 1
 
 
