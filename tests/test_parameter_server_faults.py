@@ -288,8 +288,10 @@ print("processes", engine.process_of_worker(0), engine.process_of_server(0), flu
 ENDS = {
     "the end": ("", None),
     "an error": ("raise RuntimeError('on purpose')", None),
-    "Ctrl-C": ("def waits():\n    time.sleep(600)\ncoordinator.schedule(waits)\n"
-               "coordinator.join()", signal.SIGINT),
+    "Ctrl-C": (
+        "def waits():\n    time.sleep(600)\ncoordinator.schedule(waits)\ncoordinator.join()",
+        signal.SIGINT,
+    ),
     "a kill": ("time.sleep(600)", signal.SIGKILL),
 }
 
@@ -300,11 +302,19 @@ def test_nothing_is_left_behind(tmp_path):
     for end, (line, number) in ENDS.items():
         path = tmp_path / f"{end.replace(' ', '_')}.py"
         path.write_text(PROGRAM.format(end=line))
-        programs.append((end, number, subprocess.Popen(
-            [sys.executable, str(path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )))
+        programs.append(
+            (
+                end,
+                number,
+                subprocess.Popen(
+                    [sys.executable, str(path)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                ),
+            )
+        )
         if len(programs) == 1:
             continue
     for end, number, program in programs:

@@ -289,7 +289,11 @@ class ClusterCoordinator:
                 if idle > _GRACE_SECONDS or self._queue.is_paused:
                     self._leave_turns(index)
                 continue
-            self._run(index, closure)
+            try:
+                self._run(index, closure)
+            except Exception as error:  # noqa: BLE001 (told to who waits for the closure)
+                if not self._queue.is_closed:
+                    self._queue.fail(closure, error)
             idle_since = time.monotonic()
         self._leave_turns(index)
 
@@ -333,7 +337,7 @@ class ClusterCoordinator:
 
     def _save_in_thread(self) -> None:
         with self._standstill:
-            if self._queue.over_count < self._every:
+            if self._queue.over_count < self._every or self._queue.is_closed:
                 return
             try:
                 self._save(self._checkpoints)
@@ -413,6 +417,8 @@ class ClusterCoordinator:
         self._queue.pause()
         try:
             for _ in range(_MOST_LOSSES):
+                if self._queue.is_closed:
+                    return
                 loss = self._loss()
                 latest = self._checkpoints.latest()
                 if latest is None or self._deployment.unsaved:

@@ -172,16 +172,19 @@ class RayEngine(Engine):
         """
         while True:
             try:
-                return ray.get(reference, timeout=_QUIET_SECONDS)
+                result = ray.get(reference, timeout=_QUIET_SECONDS)
             except GetTimeoutError:
                 self._require_answering(actor, operation)
             except RayActorError:
                 actor.dead.set()
                 raise gone(actor.name, operation) from None
+            else:
+                actor.started = True
+                return result
 
     def _require_answering(self, actor: _Actor, operation: str) -> None:
         """Raises ServerError if an actor that has much to do does not even say so."""
-        patience = self._patience if actor.address is not None else _START_SECONDS
+        patience = self._patience if actor.started else _START_SECONDS
         try:
             ray.get(actor.handle.ping.remote(), timeout=patience)
         except GetTimeoutError:
@@ -330,6 +333,8 @@ class _Actor:
         self.handle = handle
         self.name = name
         self.dead = threading.Event()
+        # Whether it has ever answered: importing takes a while.
+        self.started = False
         self.address: Address | None = None
         # Of a worker: what it was given.
         self.version = -1

@@ -8,7 +8,7 @@ Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
 ``optimizer`` (number, rule, variable names), ``table`` (piece, a function of a range of
-rows), ``pieces``, ``end_lease``, ``epoch``, ``save``, ``restore``.
+rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``, ``save``, ``restore``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Server:
             "table": self._create_table,
             "pieces": self._expect_pieces,
             "end_lease": self._end_lease,
+            "closed": self._closed,
+            "close": self._close,
             "epoch": self._set_epoch,
             "save": self._save,
             "restore": self._restore,
@@ -136,8 +138,7 @@ class Server:
 
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
-        for round_number, leases in fields.get("closed", ()):
-            self._commit(round_number, leases)
+        self._close(fields.get("closed", ()))
         return {}, self._values(fields)
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
@@ -319,6 +320,15 @@ class Server:
             self._apply(updates, arrays)
         for closure, step in identities:
             self.applied.note(closure, step)
+
+    def _closed(self) -> list[tuple[int, list[int]]]:
+        """Under "sync", at server 0: the last rounds, and whose gradients made them."""
+        return self._turns.closed
+
+    def _close(self, closed: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Makes the steps of rounds that were closed, those that were not made yet."""
+        for round_number, leases in closed:
+            self._commit(round_number, leases)
 
     # --- membership and faults ---------------------------------------------------
 
