@@ -26,7 +26,6 @@ from mirrored._parameter_server._server_strategy import ServerStrategy, worker_p
 from mirrored._parameter_server._staleness import Staleness, parse_staleness
 from mirrored._placement import Placement
 
-
 # So often servers may be lost while something is read.
 _MOST_RECOVERIES = 20
 

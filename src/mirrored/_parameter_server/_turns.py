@@ -13,7 +13,6 @@ from typing import final
 
 from mirrored._parameter_server._staleness import Staleness
 
-
 # Each round is told to all servers by all who took part in it. A server has missed one if
 # all of those died before; so many in a row it does not miss.
 _ROUNDS_KEPT = 16
