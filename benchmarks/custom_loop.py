@@ -9,15 +9,12 @@ PyTorch's replicas are processes (Gloo), TensorFlow's and JAX's are devices of o
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from typing import Any
 
 import driver
 import workloads
 
-ROUNDS, STEPS = 11, 400
 TOLERANCE = 1e-4
 CAVEATS = [
     "Virtual CPU devices of one small machine: what is compared is overhead, not arithmetic.",
@@ -206,142 +203,82 @@ def serve_tensorflow(replicas: int) -> None:
 # --- PyTorch ----------------------------------------------------------------------------------
 
 
-class TorchReplica:
-    """One process of a group: it trains as many steps as the first one announces."""
+def torch_step() -> Any:
+    """One replica: each process of the group makes its own."""
+    import torch
 
-    def __init__(self, rank: int, replicas: int, store: str) -> None:
-        import torch
+    rank, replicas = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    images, labels, initial = workloads.loop_data()
+    model = torch.nn.Linear(784, 10)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(initial.T))
+        model.bias.zero_()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=workloads.LEARNING_RATE)
+    criterion = torch.nn.CrossEntropyLoss()
+    rows = workloads.LOOP_BATCH // replicas
+    own = slice(rank * rows, (rank + 1) * rows)
+    batches = [
+        (torch.from_numpy(x[own].copy()), torch.from_numpy(y[own].argmax(-1)))
+        for x, y in zip(images, labels)
+    ]
+    position = -1
 
-        self._torch, self._rank, self._replicas = torch, rank, replicas
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=replicas
-        )
-        self._with_losses = False
+    def call():
+        nonlocal position
+        position = (position + 1) % len(batches)
+        x, y = batches[position]
+        optimizer.zero_grad()
+        loss = criterion(parallel(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
-    def announce(self, count: int, with_losses: bool) -> int:
-        """Agrees on the number of steps, and on whether losses are averaged over replicas."""
-        told = self._torch.tensor([count, with_losses])
-        self._torch.distributed.broadcast(told, 0)
-        count, self._with_losses = told.tolist()
-        return count
-
-    def make(self, name: str) -> Any:
-        torch, replicas = self._torch, self._replicas
-        images, labels, initial = workloads.loop_data()
-        model = torch.nn.Linear(784, 10)
-        with torch.no_grad():
-            model.weight.copy_(torch.from_numpy(initial.T))
-            model.bias.zero_()
-        parallel = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(parallel.parameters(), lr=workloads.LEARNING_RATE)
-        criterion = torch.nn.CrossEntropyLoss()
-        rows = workloads.LOOP_BATCH // replicas
-        own = slice(self._rank * rows, (self._rank + 1) * rows)
-        batches = [
-            (torch.from_numpy(x[own].copy()), torch.from_numpy(y[own].argmax(-1)))
-            for x, y in zip(images, labels)
-        ]
-        position = -1
-
-        def call():
-            nonlocal position
-            position = (position + 1) % len(batches)
-            x, y = batches[position]
-            optimizer.zero_grad()
-            loss = criterion(parallel(x), y)
-            loss.backward()
-            optimizer.step()
-            loss = loss.detach()
-            if self._with_losses:
-                torch.distributed.all_reduce(loss)
-                loss /= replicas
-            return loss
-
-        return call
-
-
-def follow(rank: int, replicas: int, store: str) -> None:
-    """Trains along with the first process until that one ends it."""
-    replica = TorchReplica(rank, replicas, store)
-    step = replica.make("")
-    while True:
-        for _ in range(replica.announce(0, False)):
-            step()
+    return call
 
 
 def serve_torch(replicas: int) -> None:
-    import multiprocessing
-    import tempfile
+    import torch
 
-    store = os.path.join(tempfile.mkdtemp(), "store")
-    context = multiprocessing.get_context("spawn")
-    for rank in range(1, replicas):
-        context.Process(target=follow, args=(rank, replicas, store), daemon=True).start()
-    leader = TorchReplica(0, replicas, store)
-    driver.serve(leader.make, lambda loss: None, leader.announce)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    driver.serve(lambda _: torch_step(), lambda loss: None)
 
 
 # --- the benchmark ----------------------------------------------------------------------------
 
 SERVERS = {"jax": serve_jax, "tensorflow": serve_tensorflow, "torch": serve_torch}
-JAX_CONTENDERS = ("mirrored", "hand-written JAX", "hand-written JAX, scanned")
-
-
-def measure(replicas: int, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Times all peers with so many replicas: a case, and the versions of each peer."""
-    pythons = {
-        "jax": sys.executable,
-        "tensorflow": options.tensorflow_python,
-        "torch": options.torch_python,
-    }
-    started = {
-        peer: driver.Process(peer, [python, __file__, "--serve", peer, str(replicas)])
-        for peer, python in pythons.items()
-        if python
-    }
-    try:
-        runners = {name: started["jax"] for name in JAX_CONTENDERS}
-        if "tensorflow" in started:
-            runners["TensorFlow MirroredStrategy"] = started["tensorflow"]
-        if "torch" in started:
-            runners["PyTorch DDP"] = started["torch"]
-        curves = driver.check_losses(runners, workloads.LOOP_BATCHES * 2 - 1, TOLERANCE)
-        counts = dict.fromkeys(runners, options.steps)
-        contenders = driver.time_rounds(runners, options.rounds, counts)
-        for name, figures in contenders.items():
-            figures["losses"] = curves[name][:5]
-        found = {
-            f"mirrored / {base}": driver.ratio(contenders, "mirrored", base)
-            for base in contenders
-            if base != "mirrored"
-        }
-        versions = {peer: process.versions for peer, process in started.items()}
-    finally:
-        for process in started.values():
-            process.end()
-    return {"name": f"{replicas} replicas", "contenders": contenders, "ratios": found}, versions
+CONTENDERS = {
+    "mirrored": "jax",
+    "hand-written JAX": "jax",
+    "hand-written JAX, scanned": "jax",
+    "TensorFlow MirroredStrategy": "tensorflow",
+    "PyTorch DDP": "torch",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tensorflow-python", help="a Python that has tensorflow")
-    parser.add_argument("--torch-python", help="a Python that has torch")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        SERVERS[options.serve[0]](int(options.serve[1]))
+    given = driver.options(__doc__, rounds=11, steps=400, peers=("tensorflow", "torch"))
+    if given.serve:
+        SERVERS[given.serve[0]](int(given.serve[1]))
         return
     cases, versions = [], {}
-    for replicas in options.replicas:
-        case, versions = measure(replicas, options)
+    for replicas in (2,) if given.small else (1, 2):
+        counts = {"torch": replicas}
+        with driver.start(__file__, given.pythons, replicas, counts=counts) as started:
+            runners = {name: started[peer] for name, peer in CONTENDERS.items() if peer in started}
+            case = driver.measure(
+                f"{replicas} replicas",
+                runners,
+                losses=workloads.LOOP_BATCHES * 2 - 1,
+                tolerance=TOLERANCE,
+                rounds=given.rounds,
+                steps=given.steps,
+            )
+            versions = {peer: process.versions for peer, process in started.items()}
         cases.append(case)
         driver.show(case)
-    driver.write_result(options.json, "custom-loop", cases, versions, CAVEATS)
+    driver.write_result(given.json, "custom-loop", cases, versions, CAVEATS)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,58 @@
-"""Contenders in processes of their own, driven in turn: the frame of all benchmarks with peers.
+"""Contenders in processes of their own, driven in turn: the frame of all benchmarks.
 
-Owns how a contender is asked (a line of JSON, answered by a line of JSON), how rounds alternate,
-what a ratio is, and the form of a result. A script of a contender calls ``serve``; a benchmark
-starts it as a ``Process`` and calls ``check_losses`` and ``time_rounds``. Nothing here needs more
-than Python, so that it runs in every peer's environment.
+Owns how a contender is asked (a line of JSON, answered by a line of JSON), how rounds alternate
+and what a ratio is. A script of a contender calls ``serve``; a benchmark starts it as a
+``Process`` and calls ``check_losses`` and ``time_rounds``, or ``measure`` for both. Nothing here
+needs more than Python, so that it runs in every peer's environment. The form of a result is in
+``results``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
-import platform
 import resource
+import select
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-# Packages whose versions are told, where a contender's environment has them.
-PACKAGES = ("jax", "jaxlib", "optax", "keras", "flax", "numpy", "tensorflow", "torch", "ray")
+from results import machine, ratio, show, spread, versions, write_result
+
+__all__ = [
+    "ContenderError",
+    "Group",
+    "Process",
+    "check_losses",
+    "compare_curves",
+    "machine",
+    "measure",
+    "options",
+    "ratio",
+    "serve",
+    "show",
+    "single_rounds",
+    "spread",
+    "start",
+    "time_rounds",
+    "versions",
+    "write_result",
+]
+
+# A contender that does not answer for so many seconds has failed.
+PATIENCE = 300
 
 
 class ContenderError(RuntimeError):
-    """A contender said that a request failed, or ended."""
+    """A contender said that a request failed, or ended, or does not answer."""
 
 
 # --- in the contender's process ---------------------------------------------------------------
@@ -36,22 +61,19 @@ class ContenderError(RuntimeError):
 def serve(
     make: Callable[[str], Callable[[], Any]],
     wait: Callable[[Any], Any],
-    announce: Callable[[int, bool], Any] = lambda count, with_losses: None,
     more: Mapping[str, Callable[[Any], dict[str, Any]]] | None = None,
 ) -> None:
     """Answers requests from standard input until it is closed.
-
-    Before it trains it announces how many steps come, and whether their losses will be looked at:
-    the first one of several processes passes that on to the others.
 
     - ``{"make": name}``: ``make(name)`` gives a step, a function of no arguments that returns the
       loss; it is called once. Answers with ``seconds`` and ``loss``.
     - ``{"losses": n, "of": name}``: the losses of n further steps.
     - ``{"time": n, "of": name}``: microseconds a step of n further steps: ``wall`` until the last
       loss is there, ``host`` until the last call has returned, ``thread`` the processor time of
-      the calling thread.
+      the calling thread. One step goes before, unless ``"warm": 0`` says otherwise.
     - ``{"single": n, "of": name}``: medians over n steps, each waited for: ``host`` of the call
       alone and ``thread`` of the call alone.
+    - ``{"drop": name}``: forgets a step.
     - ``{"memory": 1}``: the most memory the process ever had, in bytes.
     - ``{key: value}`` of a key in ``more``: what ``more[key](value)`` returns.
     """
@@ -71,7 +93,6 @@ def serve(
             if "make" in request:
                 start = time.perf_counter()
                 step = made[request["make"]] = make(request["make"])
-                announce(1, True)
                 loss = float(step())
                 say({"seconds": time.perf_counter() - start, "loss": loss})
             elif more and (known := more.keys() & request.keys()):
@@ -79,10 +100,10 @@ def serve(
                 say(more[key](request[key]))
             elif "memory" in request:
                 say({"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
+            elif "drop" in request:
+                del made[request["drop"]]
+                say({})
             else:
-                looked_at = "losses" in request
-                extra = 1 if "time" in request else 0
-                announce(extra + next(iter(request.values())), looked_at)
                 say(_trained(request, made[request["of"]], wait))
         except Exception as error:  # noqa: BLE001 -- told to whoever asked; others go on
             traceback.print_exc()
@@ -102,7 +123,8 @@ def _trained(request: dict[str, Any], step: Any, wait: Any) -> dict[str, Any]:
             wait(result)
         return {"host": statistics.median(hosts), "thread": statistics.median(threads)}
     count = request["time"]
-    wait(step())
+    for _ in range(request.get("warm", 1)):
+        wait(step())
     worked, start = time.thread_time(), time.perf_counter()
     for _ in range(count):
         result = step()
@@ -117,37 +139,78 @@ def _trained(request: dict[str, Any], step: Any, wait: Any) -> dict[str, Any]:
 
 
 class Process:
-    """A contender's process, started and waiting for requests."""
+    """A contender's process: started, and asked when it is needed."""
 
-    def __init__(self, name: str, command: list[str], **environment: str) -> None:
+    def __init__(
+        self, name: str, command: list[str], *, patience: float = PATIENCE, **environment: str
+    ) -> None:
         self.name = name
+        self._patience = patience
+        # Libraries warn of many things; what they say is shown if something goes wrong.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as the process
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            stderr=self._said,
+            bufsize=0,
             env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
             # A process that starts others ends together with them.
             start_new_session=True,
         )
-        self.versions: dict[str, str] = self._answer()["versions"]
+        self._received = b""
+        self._unread = 1
+        self._versions: dict[str, str] = {}
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    @property
+    def versions(self) -> dict[str, str]:
+        """What it runs on; waits until it is up."""
+        if not self._versions:
+            self.answer()
+        return self._versions
+
+    def send(self, **request: Any) -> None:
+        """Asks without waiting for the answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer will say that it ended
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        return self._answer()
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._unread += 1
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ContenderError(f"{self.name} ended with {self._process.wait()}")
-        found = json.loads(line)
-        if "error" in found:
-            raise ContenderError(f"{self.name}: {found['error']}")
+    def answer(self) -> dict[str, Any]:
+        """Reads up to the answer to the last request."""
+        found: dict[str, Any] = {}
+        while self._unread:
+            found = json.loads(self._line())
+            self._unread -= 1
+            self._versions = found.get("versions", self._versions)
+            if "error" in found:
+                raise self._failure(found["error"])
         return found
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Asks and waits for the answer."""
+        self.send(**request)
+        return self.answer()
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._received:
+            if not select.select([pipe], [], [], self._patience)[0]:
+                self.end()
+                raise self._failure(f"did not answer for {self._patience:.0f} s")
+            more = os.read(pipe, 65536)
+            if not more:
+                raise self._failure(f"ended with {self._process.wait()}")
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _failure(self, what: str) -> ContenderError:
+        # Where the process writes is where this file handle stands, so its place is kept.
+        size = os.fstat(self._said.fileno()).st_size
+        last = os.pread(self._said.fileno(), 4000, max(size - 4000, 0))
+        return ContenderError(f"{self.name}: {what}\n{last.decode(errors='replace')}")
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -155,15 +218,93 @@ class Process:
         self._process.wait()
 
 
+class Group(Process):
+    """Processes that train together, asked as one: the slowest one's time, the mean of losses."""
+
+    def __init__(self, name: str, command: list[str], count: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        self._others = []
+        for rank in range(count)[::-1]:
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "WORLD_SIZE": str(count),
+                "RANK": str(rank),
+                "MIRRORED_COORDINATOR": f"127.0.0.1:{port}",
+                "MIRRORED_PROCESS_COUNT": str(count),
+                "MIRRORED_PROCESS_ID": str(rank),
+            }
+            if rank:
+                self._others.append(Process(f"{name} {rank}", command, **environment))
+            else:
+                super().__init__(f"{name} 0", command, **environment)
+
+    def send(self, **request: Any) -> None:
+        for process in self._others:
+            process.send(**request)
+        super().send(**request)
+
+    def answer(self) -> dict[str, Any]:
+        found = [super().answer(), *(process.answer() for process in self._others)]
+        together = dict(found[0])
+        for key in together.keys() & {"wall", "host", "thread", "seconds", "peak_bytes"}:
+            together[key] = max(item[key] for item in found)
+        if "loss" in together:
+            together["loss"] = statistics.mean(item["loss"] for item in found)
+        if "losses" in together:
+            curves = zip(*(item["losses"] for item in found))
+            together["losses"] = [statistics.mean(at_a_step) for at_a_step in curves]
+        return together
+
+    def end(self) -> None:
+        for process in self._others:
+            process.end()
+        super().end()
+
+
+@contextlib.contextmanager
+def start(
+    script: str,
+    pythons: Mapping[str, str | None],
+    *arguments: object,
+    counts: Mapping[str, int] | None = None,
+) -> Iterator[dict[str, Process]]:
+    """Starts ``script --serve PEER arguments...`` for each peer that has a Python, side by side.
+
+    A peer named in ``counts`` is a group of so many processes.
+    """
+    started: dict[str, Process] = {}
+    try:
+        for peer, python in pythons.items():
+            if python:
+                command = [python, script, "--serve", peer, *map(str, arguments)]
+                if counts and peer in counts:
+                    started[peer] = Group(peer, command, counts[peer])
+                else:
+                    started[peer] = Process(peer, command)
+        for process in started.values():
+            _ = process.versions  # none starts up beside a measurement
+        yield started
+    finally:
+        for process in started.values():
+            process.end()
+
+
 def check_losses(
-    runners: Mapping[str, Process], count: int, tolerance: float
+    runners: Mapping[str, Process], count: int, tolerance: float, apart: Collection[str] = ()
 ) -> dict[str, list[float]]:
-    """Makes every contender and refuses to go on with one that trains something else."""
+    """Makes every contender and refuses to go on with one that trains something else.
+
+    Those named in ``apart`` are known to train something else, and are not compared.
+    """
     curves: dict[str, list[float]] = {}
     for name, process in runners.items():
         first = process.ask(make=name)["loss"]
-        curves[name] = [first, *process.ask(losses=count, of=name)["losses"]]
-    compare_curves(curves, tolerance)
+        curves[name] = [first]
+        if count:
+            curves[name] += process.ask(losses=count, of=name)["losses"]
+    compare_curves({name: curves[name] for name in curves if name not in apart}, tolerance)
     return curves
 
 
@@ -180,15 +321,20 @@ def compare_curves(curves: Mapping[str, list[float]], tolerance: float) -> None:
 
 
 def time_rounds(
-    runners: Mapping[str, Process], rounds: int, steps: int | Mapping[str, int]
+    runners: Mapping[str, Process],
+    rounds: int,
+    steps: int | Mapping[str, int],
+    *,
+    warm: int = 1,
+    steps_a_call: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Times the contenders in turn: by name the medians, and the rounds they come from."""
-    timed: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    for number in range(rounds):
-        names = list(runners) if number % 2 == 0 else list(runners)[::-1]
-        for name in names:
-            count = steps if isinstance(steps, int) else steps[name]
-            timed[name].append(runners[name].ask(time=count, of=name))
+
+    def ask(name: str) -> dict[str, float]:
+        count = steps if isinstance(steps, int) else steps[name]
+        found = runners[name].ask(time=count, of=name, warm=warm)
+        return {key: value / steps_a_call for key, value in found.items()}
+
     return {
         name: {
             "median": statistics.median(item["wall"] for item in rounds_of),
@@ -197,7 +343,7 @@ def time_rounds(
             "host": statistics.median(item["host"] for item in rounds_of),
             "thread": statistics.median(item["thread"] for item in rounds_of),
         }
-        for name, rounds_of in timed.items()
+        for name, rounds_of in _in_turn(runners, rounds, ask).items()
     }
 
 
@@ -205,10 +351,7 @@ def single_rounds(
     runners: Mapping[str, Process], rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Times calls one by one, with idle devices, in turn: the host time of a step by name."""
-    timed: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    for number in range(rounds):
-        for name in list(runners) if number % 2 == 0 else list(runners)[::-1]:
-            timed[name].append(runners[name].ask(single=steps, of=name))
+    timed = _in_turn(runners, rounds, lambda name: runners[name].ask(single=steps, of=name))
     return {
         name: {
             "median": statistics.median(item["host"] for item in rounds_of),
@@ -220,75 +363,62 @@ def single_rounds(
     }
 
 
-def ratio(contenders: Mapping[str, Mapping[str, Any]], name: str, base: str) -> float:
-    """The median over rounds of the ratio within a round."""
-    pairs = zip(contenders[name]["rounds"], contenders[base]["rounds"])
-    return statistics.median(ours / theirs for ours, theirs in pairs)
+def _in_turn(
+    runners: Mapping[str, Process], rounds: int, ask: Callable[[str], dict[str, float]]
+) -> dict[str, list[dict[str, float]]]:
+    timed: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    for number in range(rounds):
+        for name in list(runners) if number % 2 == 0 else list(runners)[::-1]:
+            timed[name].append(ask(name))
+    return timed
 
 
-def spread(rounds: list[float]) -> float:
-    """How far the middle half of the rounds is apart, as a share of their median."""
-    low, _, high = statistics.quantiles(rounds, n=4)
-    return (high - low) / statistics.median(rounds)
+def measure(
+    case: str,
+    runners: Mapping[str, Process],
+    *,
+    losses: int,
+    tolerance: float,
+    rounds: int,
+    steps: int,
+    apart: Collection[str] = (),
+    **timing: int,
+) -> dict[str, Any]:
+    """Compares losses, then times in turn: a case, with the first contender over each other."""
+    curves = check_losses(runners, losses, tolerance, apart)
+    contenders = time_rounds(runners, rounds, steps, **timing)
+    for name, figures in contenders.items():
+        figures["losses"] = curves[name][:5]
+    ours, *others = contenders
+    ratios = {f"{ours} / {base}": ratio(contenders, ours, base) for base in others}
+    return {"name": case, "contenders": contenders, "ratios": ratios}
 
 
-def show(case: Mapping[str, Any]) -> None:
-    """Prints a case, ratios first."""
-    print(case["name"])
-    for key, value in case["ratios"].items():
-        print(f"    {key}: {value:.3f}")
-    for name, figures in case["contenders"].items():
-        text = f"    {name:28} {figures['median']:10.1f} {figures['unit']}"
-        if len(figures.get("rounds", ())) > 1:
-            text += f", middle half {spread(figures['rounds']):.0%} apart"
-        if "host" in figures:
-            text += f", host {figures['host']:.1f}"
-        print(text, flush=True)
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    if "tensorflow" not in found:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found["tensorflow"] = metadata.version("tensorflow-cpu")
-    return found
-
-
-def machine() -> dict[str, Any]:
-    model = platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        model = names[0] if names else model
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "memory": f"{memory:.0f} GiB",
-        "system": platform.system(),
-    }
-
-
-def write_result(
-    path: str | None,
-    name: str,
-    cases: list[dict[str, Any]],
-    versions_of: dict[str, dict[str, str]],
-    caveats: list[str],
-) -> None:
-    """Writes a result in the form that the report and the comparison read."""
-    if not path:
-        return
-    result = {
-        "name": name,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions_of,
-        "caveats": caveats,
-        "cases": cases,
-    }
-    with open(path, "w") as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
+def options(
+    description: str | None,
+    *,
+    rounds: int,
+    steps: int | None = None,
+    peers: Collection[str] = (),
+    more: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
+) -> argparse.Namespace:
+    """Parses what all benchmarks understand; ``pythons`` of the result has each peer's Python."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for peer in peers:
+        parser.add_argument(f"--{peer}-python", help=f"a Python that has {peer}")
+    parser.add_argument("--rounds", type=int, help=f"{rounds} unless told otherwise")
+    if steps is not None:
+        parser.add_argument("--steps", type=int, help=f"{steps} unless told otherwise")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
+    more(parser)
+    given = parser.parse_args()
+    given.rounds = given.rounds or (2 if given.small else rounds)
+    if steps is not None:
+        given.steps = given.steps or (2 if given.small else steps)
+    given.pythons = {"jax": sys.executable}
+    given.pythons |= {peer: getattr(given, f"{peer}_python") for peer in peers}
+    return given

@@ -1,38 +1,34 @@
 """Keras's fit against its peers: mirrored, stock Keras, hand-written JAX, tf.distribute.
 
-    python benchmarks/keras_fit.py --devices 2 --tensorflow-python tf-env/bin/python
-    python benchmarks/keras_fit.py --devices 2 --model cnn
+    python benchmarks/keras_fit.py --tensorflow-python tf-env/bin/python
 
-Every peer trains the same data from the same weights in the same order; the losses of the
-first epoch are compared before any time is printed. Rounds alternate; the median of the
-rounds after warm-up is shown, in microseconds a step, and its ratio to the first line.
-TensorFlow runs in a process of its own environment, in the same alternation. Times are
-taken with virtual CPU devices: they show overhead, not what accelerators do.
+784-128-10 on one and two virtual CPU devices, and a small CNN with batch norm on two; batches of
+32. Every peer trains the same data from the same weights in the same order. A round is an epoch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import subprocess
-import sys
-import time
 
 import driver
 
 STEPS, BATCH = 400, 32
-FIRST_LOSS_TOLERANCE = 2e-3
+TOLERANCE = 1e-3
+CAVEATS = [
+    "Virtual CPU devices: overhead, not arithmetic.",
+    "A round is one call of fit: an epoch of 400 steps, host batches and callbacks included.",
+    "tf.distribute normalizes each replica's part of a batch by itself, so the losses of its CNN "
+    "are not compared.",
+]
 
 
-def data(model: str):
+def data(model: str, steps: int):
     import numpy as np
 
     rng = np.random.default_rng(0)
     shape = (784,) if model == "mlp" else (28, 28, 1)
-    x = rng.random((STEPS * BATCH, *shape), dtype=np.float32)
-    y = rng.integers(0, 10, STEPS * BATCH).astype("int32")
+    x = rng.random((steps * BATCH, *shape), dtype=np.float32)
+    y = rng.integers(0, 10, steps * BATCH).astype("int32")
     return x, y
 
 
@@ -84,7 +80,7 @@ def reader():
     return Reader()
 
 
-def jax_peers(devices: int, model: str):
+def jax_peers(devices: int, model: str, steps: int):
     """Returns the peers that run in one JAX process: name -> one epoch -> mean loss."""
     os.environ["KERAS_BACKEND"] = "jax"
     import mirrored.testing
@@ -94,7 +90,7 @@ def jax_peers(devices: int, model: str):
 
     import mirrored
 
-    x, y = data(model)
+    x, y = data(model, steps)
 
     def fit(built, callbacks=None):
         history = built.fit(
@@ -121,7 +117,9 @@ def jax_peers(devices: int, model: str):
     }
     if model == "mlp":
         weights = build(model).get_weights()
-        peers["hand-written JAX, scan"] = by_hand(strategy.mesh, weights, x, y, scan=100)
+        peers["hand-written JAX, scan"] = by_hand(
+            strategy.mesh, weights, x, y, scan=min(steps, 100)
+        )
         peers["hand-written JAX, per step"] = by_hand(strategy.mesh, weights, x, y, scan=0)
     return peers
 
@@ -194,15 +192,14 @@ def by_hand(mesh, weights, x, y, scan: int):
             carry[2][0].block_until_ready()
             carry = run(carry, images, labels)
         state[:] = carry[:2]
-        return float(carry[2][0]) / STEPS
+        return float(carry[2][0]) / (len(x) // BATCH)
 
     return epoch
 
 
-def tensorflow_peers(devices: int, model: str):
+def tensorflow_peers(devices: int, model: str, steps: int):
     """tf.distribute's peer, for a process of its own."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tensorflow as tf
 
     cpus = tf.config.list_physical_devices("CPU")
@@ -212,7 +209,7 @@ def tensorflow_peers(devices: int, model: str):
     strategy = tf.distribute.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
     with strategy.scope():
         built = build(model)
-    x, y = data(model)
+    x, y = data(model, steps)
 
     def epoch():
         history = built.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
@@ -221,108 +218,60 @@ def tensorflow_peers(devices: int, model: str):
     return {"TensorFlow MirroredStrategy fit": epoch}
 
 
-def serve(peers) -> None:
-    """Answers each name read from standard input with one epoch's times and loss."""
-    print(json.dumps(list(peers)), flush=True)
-    for line in sys.stdin:
-        began, worked = time.perf_counter(), time.thread_time()
-        loss = peers[line.strip()]()
-        seconds, host = time.perf_counter() - began, time.thread_time() - worked
-        answer = [seconds / STEPS * 1e6, host / STEPS * 1e6, float(loss)]
-        print("answer " + json.dumps(answer), flush=True)
-
-
-def start(python: str, kind: str, options: argparse.Namespace):
-    command = [python, os.path.abspath(__file__), "--serve", kind, "--model", options.model]
-    command += ["--devices", str(options.devices)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
-    )
-    while True:
-        line = process.stdout.readline()
-        if line.startswith("["):
-            return process, json.loads(line)
-        if not line:
-            sys.exit(f"the {kind} peer did not start: {' '.join(command)}")
-
-
-def ask(process, name: str):
-    process.stdin.write(name + "\n")
-    process.stdin.flush()
-    while True:
-        line = process.stdout.readline()
-        if line.startswith("answer "):
-            return json.loads(line.removeprefix("answer "))
-        if not line:
-            sys.exit(f"{name} ended early")
+SERVERS = {"jax": jax_peers, "tensorflow": tensorflow_peers}
+CONTENDERS = {
+    "mirrored fit": "jax",
+    "stock Keras DataParallel fit": "jax",
+    "mirrored fit, batch callback": "jax",
+    "stock Keras fit, batch callback": "jax",
+    "hand-written JAX, scan": "jax",
+    "hand-written JAX, per step": "jax",
+    "TensorFlow MirroredStrategy fit": "tensorflow",
+}
+OURS_READ, STOCK_READ = "mirrored fit, batch callback", "stock Keras fit, batch callback"
+CASES = (("mlp", 1), ("mlp", 2), ("cnn", 2))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tensorflow-python", help="a Python that has tensorflow")
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--serve", choices=["jax", "tensorflow"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        make = jax_peers if options.serve == "jax" else tensorflow_peers
-        serve(make(options.devices, options.model))
+    given = driver.options(__doc__, rounds=7, peers=["tensorflow"])
+    if given.serve:
+        peer, model, devices, steps = given.serve
+        epochs = SERVERS[peer](int(devices), model, int(steps))
+        driver.serve(epochs.__getitem__, lambda loss: None)
         return
-    servers = [start(sys.executable, "jax", options)]
-    if options.tensorflow_python:
-        servers.append(start(options.tensorflow_python, "tensorflow", options))
-    peers = [(process, name) for process, names in servers for name in names]
-    losses = {name: ask(process, name)[2] for process, name in peers}
-    first = next(iter(losses.values()))
-    for name, loss in losses.items():
-        # tf.distribute normalizes each replica's part of a batch by itself: another training.
-        other_norm = options.model == "cnn" and "TensorFlow" in name
-        if not other_norm and abs(loss - first) > FIRST_LOSS_TOLERANCE:
-            sys.exit(f"{name} trains something else: loss {loss:.6f}, not {first:.6f}")
-    print(f"{options.model}, {options.devices} CPU devices, batch {BATCH}: first epochs' losses")
-    for name, loss in losses.items():
-        print(f"  {name}: {loss:.6f}")
-    times = {name: ([], []) for _, name in peers}
-    for turn in range(options.rounds + 1):
-        for process, name in peers:
-            wall, host, _ = ask(process, name)
-            if turn:
-                times[name][0].append(wall)
-                times[name][1].append(host)
-    base = statistics.median(times[peers[0][1]][0])
-    print("us a step: wall (ratio to the first), Python thread")
-    for name, (walls, hosts) in times.items():
-        wall = statistics.median(walls)
-        print(f"  {name}: {wall:.0f} ({wall / base:.2f}), {statistics.median(hosts):.0f}")
-    for process, _ in servers:
-        process.stdin.close()
-        process.wait()
-    contenders = {
-        name: {
-            "median": statistics.median(walls),
-            "unit": "us a step",
-            "rounds": [round(wall, 2) for wall in walls],
-            "thread": statistics.median(hosts),
-            "losses": [losses[name]],
-        }
-        for name, (walls, hosts) in times.items()
-    }
-    ours = peers[0][1]
-    found = {
-        f"{ours} / {name}": driver.ratio(contenders, ours, name)
-        for name in contenders
-        if name != ours
-    }
-    case = {"name": f"{options.model}, {options.devices} replicas", "contenders": contenders}
-    driver.write_result(
-        options.json,
-        f"keras-fit-{options.model}-{options.devices}",
-        [case | {"ratios": found}],
-        {"jax": driver.versions()},
-        ["Virtual CPU devices: overhead, not arithmetic.", "One epoch of 400 steps a round."],
-    )
+    cases, versions = [], {}
+    steps = 20 if given.small else STEPS
+    for model, devices in CASES[1:2] if given.small else CASES:
+        with driver.start(__file__, given.pythons, model, devices, steps) as started:
+            runners = {
+                name: started[peer]
+                for name, peer in CONTENDERS.items()
+                if peer in started and not (model == "cnn" and "hand" in name)
+            }
+            case = driver.measure(
+                f"{model}, {devices} replicas",
+                runners,
+                losses=1,
+                tolerance=TOLERANCE,
+                rounds=given.rounds,
+                steps=1,
+                # tf.distribute normalizes each replica's part of a batch by itself.
+                apart=["TensorFlow MirroredStrategy fit"] if model == "cnn" else [],
+                warm=0,
+                steps_a_call=steps,
+            )
+            contenders = case["contenders"]
+            read = driver.ratio(contenders, OURS_READ, STOCK_READ)
+            case["ratios"][f"{OURS_READ} / {STOCK_READ}"] = read
+            ours, stock = list(contenders)[:2]
+            threads = contenders[ours]["thread"] / contenders[stock]["thread"]
+            case["ratios"][f"{ours} / {stock}, thread"] = threads
+            versions = {peer: process.versions for peer, process in started.items()}
+        # Two trainings with and without a callback are no peers of each other.
+        del case["ratios"][f"{ours} / {OURS_READ}"], case["ratios"][f"{ours} / {STOCK_READ}"]
+        cases.append(case)
+        driver.show(case)
+    driver.write_result(given.json, "keras-fit", cases, versions, CAVEATS)
 
 
 if __name__ == "__main__":

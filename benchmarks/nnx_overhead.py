@@ -1,17 +1,11 @@
 """Host time of an NNX step: mirrored against the same program written by hand.
 
-The program written by hand splits and merges the objects with nnx.split and nnx.merge
-around a donated jit of shard_map. Alternating rounds in one process; medians. Run with
-``python benchmarks/nnx_overhead.py [replicas]`` on virtual CPU devices.
+    python benchmarks/nnx_overhead.py
+
+The program written by hand splits and merges the objects with nnx.split and nnx.merge around a
+donated jit of shard_map: in each step as an object-oriented loop has to, or once before the loop.
+Two and eight virtual CPU devices; each step is waited for.
 """
-
-import argparse
-import statistics
-import time
-
-import mirrored.testing
-
-mirrored.testing.use_cpu_devices(8)
 
 import driver
 import jax
@@ -24,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import mirrored
 import mirrored.nnx
+import mirrored.testing
 
 
 class Mlp(nnx.Module):
@@ -36,7 +31,7 @@ class Mlp(nnx.Module):
         return x
 
 
-def make(optimizer_class):
+def build(optimizer_class):
     model = Mlp(nnx.Rngs(0))
     return model, optimizer_class(model, optax.adam(1e-3), wrt=nnx.Param)
 
@@ -47,7 +42,7 @@ def loss_of(model, x, y):
 
 def ours(strategy):
     with strategy.scope():
-        model, optimizer = make(mirrored.nnx.Optimizer)
+        model, optimizer = build(mirrored.nnx.Optimizer)
 
     def train_step(model, optimizer, x, y):
         loss, gradients = nnx.value_and_grad(loss_of)(model, x, y)
@@ -62,13 +57,13 @@ def ours(strategy):
         split = mirrored.PerReplica.from_stacked
         return step(model, optimizer, split(x), split(y))
 
-    return run, model
+    return run
 
 
 def by_hand(strategy, *, every_step):
     """Splits and merges in every step, or once before the loop (state kept apart)."""
     mesh = strategy.mesh
-    model, optimizer = make(nnx.Optimizer)
+    model, optimizer = build(nnx.Optimizer)
     graphdef, state = nnx.split((model, optimizer))
     state = jax.device_put(state, NamedSharding(mesh, P()))
     nnx.update((model, optimizer), state)
@@ -100,65 +95,57 @@ def by_hand(strategy, *, every_step):
             held[0], loss = program(held[0], x, y)
         return loss
 
-    return run, model
+    return run
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("replicas", type=int, nargs="?", default=2)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
-    replica_count = options.replicas
-    strategy = mirrored.MirroredStrategy(jax.devices()[:replica_count])
+def make(name, replicas):
+    strategy = mirrored.MirroredStrategy(jax.devices()[:replicas])
     random = np.random.default_rng(0)
-    shape = (replica_count, 4, 32)
     x, y = (
         jax.device_put(
-            jnp.asarray(random.normal(size=shape), jnp.float32), strategy.placement.split
+            jnp.asarray(random.normal(size=(replicas, 4, 32)), jnp.float32),
+            strategy.placement.split,
         )
         for _ in range(2)
     )
-    peers = {
-        "mirrored": ours(strategy)[0],
-        "by hand, split and merged each step": by_hand(strategy, every_step=True)[0],
-        "by hand, split once": by_hand(strategy, every_step=False)[0],
-    }
-    losses = {name: [float(run(x, y)) for _ in range(5)] for name, run in peers.items()}
-    for name, values in losses.items():
-        np.testing.assert_allclose(values, losses["mirrored"], rtol=1e-5, err_msg=name)
-    times = {name: [] for name in peers}
-    for _ in range(30):
-        for name, run in peers.items():
-            start = time.perf_counter()
-            for _ in range(10):
-                jax.block_until_ready(run(x, y))
-            times[name].append((time.perf_counter() - start) / 10)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{replica_count} replicas, 8 layers, adam (50 arrays of state); us a step:")
-    for name, value in medians.items():
-        print(f"  {medians['mirrored'] / value:5.2f} x  {name}: {value * 1e6:.0f} us")
-    contenders = {
-        name: {
-            "median": medians[name] * 1e6,
-            "unit": "us a step",
-            "rounds": [round(value * 1e6, 2) for value in values],
-            "losses": losses[name],
-        }
-        for name, values in times.items()
-    }
-    found = {
-        f"mirrored / {name}": driver.ratio(contenders, "mirrored", name)
-        for name in contenders
-        if name != "mirrored"
-    }
-    case = {"name": f"{replica_count} replicas", "contenders": contenders, "ratios": found}
-    driver.write_result(
-        options.json,
-        f"nnx-{replica_count}",
-        [case],
-        {"jax": driver.versions()},
-        ["Virtual CPU devices: overhead, not arithmetic."],
-    )
+    run = CONTENDERS[name](strategy)
+    # Each step to its end: queued steps of eight devices would wait for two cores.
+    return lambda: jax.block_until_ready(run(x, y))
+
+
+CONTENDERS = {
+    "mirrored": ours,
+    "by hand, split and merged each step": lambda strategy: by_hand(strategy, every_step=True),
+    "by hand, split once": lambda strategy: by_hand(strategy, every_step=False),
+}
+CAVEATS = [
+    "Virtual CPU devices: overhead, not arithmetic. Eight Linear layers and Adam: 50 arrays.",
+    "`split once` holds the state outside the objects: the fastest form, but no longer NNX's.",
+]
+
+
+def main():
+    given = driver.options(__doc__, rounds=15, steps=30)
+    if given.serve:
+        replicas = int(given.serve[1])
+        mirrored.testing.use_cpu_devices(replicas)
+        driver.serve(lambda name: make(name, replicas), jax.block_until_ready)
+        return
+    cases, versions = [], {}
+    for replicas in (2,) if given.small else (2, 8):
+        with driver.start(__file__, given.pythons, replicas) as started:
+            case = driver.measure(
+                f"{replicas} replicas",
+                dict.fromkeys(CONTENDERS, started["jax"]),
+                losses=4,
+                tolerance=1e-5,
+                rounds=given.rounds,
+                steps=given.steps,
+            )
+            versions = {peer: process.versions for peer, process in started.items()}
+        cases.append(case)
+        driver.show(case)
+    driver.write_result(given.json, "nnx", cases, versions, CAVEATS)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,9 @@
 """What sharded optimizer state saves and the reproducible sum costs, at R = 2, 4, 8.
 
-Alternating rounds in one process; medians; ratios first. On virtual CPU devices.
+    python benchmarks/reduction_cost.py
+
+Four 256 x 256 layers and Adam on virtual CPU devices; each step is waited for.
 """
-
-import argparse
-import statistics
-import time
-
-import mirrored.testing
-
-mirrored.testing.use_cpu_devices(8)
 
 import driver
 import jax
@@ -18,6 +12,7 @@ import numpy as np
 import optax
 
 import mirrored
+import mirrored.testing
 
 WIDTH, LAYERS, ROWS = 256, 4, 64
 
@@ -54,65 +49,69 @@ def program(replica_count, *, reproducible=False, **options):
     batch = mirrored.PerReplica.from_stacked(stacked)
     leaves = jax.tree.leaves(optimizer.state, is_leaf=lambda v: isinstance(v, mirrored.Variable))
     memory = sum(leaf.storage.addressable_shards[0].data.nbytes for leaf in leaves)
-    losses = [float(step(batch)) for _ in range(3)]
-    return (lambda: step(batch)), memory, losses
+    return (lambda: jax.block_until_ready(step(batch))), memory
+
+
+CONTENDERS = {
+    "all-reduce": {},
+    "bfloat16": {"communication_dtype": jnp.bfloat16},
+    "sharded state": {"shard_state": True},
+    "reproducible sum": {"reduction": "reproducible"},
+    "reproducible, 8 micro-shards": {"reproducible": True},
+}
+CAVEATS = [
+    "Virtual CPU devices: sums over memory that all share. XLA emulates bfloat16 on CPUs.",
+    "Optimizer memory is that of Adam's moments on one device.",
+]
+
+
+def serve(replicas):
+    mirrored.testing.use_cpu_devices(replicas)
+    memories = {}
+
+    def make(name):
+        step, memories[name] = program(replicas, **CONTENDERS[name])
+        return step
+
+    driver.serve(
+        make,
+        jax.block_until_ready,
+        more={"optimizer": lambda name: {"optimizer_bytes": memories[name]}},
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
-    cases = []
-    for replica_count in (2, 4, 8):
-        peers = {
-            "all-reduce": program(replica_count),
-            "bfloat16": program(replica_count, communication_dtype=jnp.bfloat16),
-            "sharded state": program(replica_count, shard_state=True),
-            "reproducible sum": program(replica_count, reduction="reproducible"),
-            "reproducible, 8 micro-shards": program(replica_count, reproducible=True),
-        }
-        for name, (_, _, losses) in peers.items():
-            np.testing.assert_allclose(losses, peers["all-reduce"][2], rtol=2e-3, err_msg=name)
-        times = {name: [] for name in peers}
-        for _ in range(15):
-            for name, (run, _, _) in peers.items():
-                start = time.perf_counter()
-                for _ in range(4):
-                    jax.block_until_ready(run())
-                times[name].append((time.perf_counter() - start) / 4)
-        base = statistics.median(times["all-reduce"])
-        print(f"R = {replica_count}")
-        for name, values in times.items():
-            median, memory = statistics.median(values), peers[name][1]
-            share = memory / peers["all-reduce"][1]
-            print(
-                f"  {median / base:5.2f} x time, {share:6.3f} x optimizer "
-                f"memory  {name} ({median * 1e3:.2f} ms, {memory / 2**20:.2f} MiB a device)"
+    given = driver.options(__doc__, rounds=15, steps=12)
+    if given.serve:
+        serve(int(given.serve[1]))
+        return
+    cases, versions = [], {}
+    for replicas in (2,) if given.small else (2, 4, 8):
+        with driver.start(__file__, given.pythons, replicas) as started:
+            process = started["jax"]
+            case = driver.measure(
+                f"{replicas} replicas",
+                dict.fromkeys(CONTENDERS, process),
+                losses=2,
+                tolerance=2e-3,
+                rounds=given.rounds,
+                steps=given.steps,
             )
-        contenders = {
-            name: {
-                "median": statistics.median(values) * 1e6,
-                "unit": "us a step",
-                "rounds": [round(value * 1e6, 2) for value in values],
-                "optimizer_bytes": peers[name][1],
-                "losses": peers[name][2],
-            }
-            for name, values in times.items()
+            contenders = case["contenders"]
+            for name in contenders:
+                contenders[name] |= process.ask(optimizer=name)
+            versions = {"jax": process.versions}
+        # Here the plain all-reduce is what the others are held against.
+        base, *others = contenders
+        case["ratios"] = {
+            f"{name} / {base}": driver.ratio(contenders, name, base) for name in others
         }
-        found = {
-            f"{name} / all-reduce": driver.ratio(contenders, name, "all-reduce")
-            for name in contenders
-            if name != "all-reduce"
-        }
-        case = {"name": f"{replica_count} replicas", "contenders": contenders, "ratios": found}
+        memory = contenders["sharded state"]["optimizer_bytes"]
+        share = memory / contenders[base]["optimizer_bytes"]
+        case["ratios"][f"sharded state / {base}, optimizer memory"] = share
         cases.append(case)
-    driver.write_result(
-        options.json,
-        "reductions",
-        cases,
-        {"jax": driver.versions()},
-        ["Virtual CPU devices; XLA emulates bfloat16 on CPUs."],
-    )
+        driver.show(case)
+    driver.write_result(given.json, "reductions", cases, versions, CAVEATS)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,26 @@
-"""A training step of two processes over Gloo: mirrored beside torch's DistributedDataParallel.
+"""A training step of two processes over Gloo: mirrored beside PyTorch's DistributedDataParallel.
 
-python benchmarks/several_workers.py --torch /path/to/python/with/torch
+    python benchmarks/several_workers.py --torch-python PYTHON
 
-Both train 784-128-10 on the same batches of 64 (32 a process) with SGD from the same weights;
-rounds alternate. The losses are compared before a time is printed.
+Both train 784-128-10 on the same batches of 64 (32 a process) with SGD from the same weights; each
+step is waited for.
 """
 
-import argparse
-import json
-import os
-import pathlib
-import socket
-import statistics
-import subprocess
-import sys
+from __future__ import annotations
 
 import driver
 import numpy as np
 
 WORKERS = 2
 BATCH = 64
-WARM_UP = 200
-STEPS = 1000
-HERE = pathlib.Path(__file__)
+BATCHES = 16
+CAVEATS = ["Two processes on one machine, over Gloo and loopback; each step is waited for."]
 
 
 def data():
     generator = np.random.default_rng(0)
-    images = generator.normal(size=(BATCH * 16, 784)).astype("f4")
-    labels = generator.integers(0, 10, BATCH * 16)
+    images = generator.normal(size=(BATCH * BATCHES, 784)).astype("f4")
+    labels = generator.integers(0, 10, BATCH * BATCHES)
     weights = [
         generator.normal(size=(784, 128)).astype("f4") / 28,
         generator.normal(size=(128, 10)).astype("f4") / 11,
@@ -36,21 +28,7 @@ def data():
     return images, labels, weights
 
 
-def measure(step, wait):
-    """Times the steps after the warm-up, each to its end, and keeps the losses."""
-    import time
-
-    losses, seconds = [], []
-    for number in range(WARM_UP + STEPS):
-        began = time.perf_counter()
-        loss = step(number % 16)
-        wait(loss)
-        seconds.append(time.perf_counter() - began)
-        losses.append(float(loss))
-    return {"losses": losses[::100], "us": statistics.median(seconds[WARM_UP:]) * 1e6}
-
-
-def run_mirrored():
+def serve_mirrored():
     import jax
     import jax.numpy as jnp
     import optax
@@ -83,15 +61,22 @@ def run_mirrored():
         return strategy.run(replica, args=(x, y))
 
     batches = list(strategy.distribute_dataset((images, labels), batch_size=BATCH))
-    result = measure(
-        lambda number: strategy.local_results(train_step(*batches[number]))[0],
-        lambda loss: loss.block_until_ready(),
-    )
-    text = train_step.lower(*batches[0]).compile().as_text()
-    return jax.process_index(), result | {"collectives": text.count(" all-reduce(")}
+    position = -1
+
+    def step():
+        nonlocal position
+        position = (position + 1) % BATCHES
+        loss = strategy.local_results(train_step(*batches[position]))[0]
+        return loss.block_until_ready()
+
+    def collectives(_):
+        text = train_step.lower(*batches[0]).compile().as_text()
+        return {"collectives": text.count(" all-reduce(")}
+
+    driver.serve(lambda name: step, lambda loss: None, more={"compiled": collectives})
 
 
-def run_torch():
+def serve_torch():
     import torch
 
     torch.set_num_threads(1)
@@ -110,7 +95,7 @@ def run_torch():
     criterion = torch.nn.CrossEntropyLoss()
     rows = BATCH // WORKERS
     batches = []
-    for number in range(16):
+    for number in range(BATCHES):
         start = number * BATCH + rank * rows
         batches.append(
             (
@@ -119,83 +104,41 @@ def run_torch():
             )
         )
 
-    def step(number):
-        x, y = batches[number]
+    position = -1
+
+    def step():
+        nonlocal position
+        position = (position + 1) % BATCHES
+        x, y = batches[position]
         optimizer.zero_grad()
         loss = criterion(parallel(x), y)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    result = measure(step, lambda loss: None)
-    torch.distributed.destroy_process_group()
-    return rank, result
-
-
-def start(python, peer):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes = []
-    for number in range(WORKERS):
-        environment = os.environ | {
-            "MIRRORED_COORDINATOR": f"127.0.0.1:{port}",
-            "MIRRORED_PROCESS_COUNT": str(WORKERS),
-            "MIRRORED_PROCESS_ID": str(number),
-            "JAX_PLATFORMS": "cpu",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(WORKERS),
-            "RANK": str(number),
-        }
-        command = [python, str(HERE), "--worker", peer]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
-    found = {}
-    for process in processes:
-        output = process.communicate(timeout=120)[0].decode()
-        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-        number, result = json.loads(line.removeprefix("RESULT "))
-        found[number] = result
-    return found
+    driver.serve(lambda name: step, lambda loss: None)
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", choices=["mirrored", "torch"])
-    parser.add_argument("--torch", help="a Python that has torch", default=sys.executable)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="also write the figures to this file")
-    given = parser.parse_args()
-    if given.worker:
-        result = run_mirrored() if given.worker == "mirrored" else run_torch()
-        print("RESULT " + json.dumps(result), flush=True)
+    given = driver.options(__doc__, rounds=11, steps=500, peers=["torch"])
+    if given.serve:
+        {"jax": serve_mirrored, "torch": serve_torch}[given.serve[0]]()
         return
-    times = {"mirrored": [], "torch": []}
-    for _ in range(given.rounds):
-        both = {"mirrored": start(sys.executable, "mirrored"), "torch": start(given.torch, "torch")}
-        losses = [
-            np.mean([both[peer][n]["losses"] for n in range(WORKERS)], axis=0) for peer in both
-        ]
-        np.testing.assert_allclose(*losses, rtol=2e-3, atol=2e-4)
-        for peer, found in both.items():
-            times[peer].append(max(result["us"] for result in found.values()))
-        collectives = both["mirrored"][0]["collectives"]
-        print({peer: round(values[-1]) for peer, values in times.items()}, flush=True)
-    medians = {peer: statistics.median(values) for peer, values in times.items()}
-    print(f"mirrored {medians['mirrored']:.0f} us, torch DDP {medians['torch']:.0f} us a step")
-    print(f"ratio {medians['mirrored'] / medians['torch']:.2f}; {collectives} collective a step")
-    contenders = {
-        peer: {"median": medians[peer], "unit": "us a step", "rounds": values}
-        for peer, values in times.items()
-    }
-    found = {"mirrored / torch": driver.ratio(contenders, "mirrored", "torch")}
-    case = {"name": f"{WORKERS} processes", "contenders": contenders, "ratios": found}
-    driver.write_result(
-        given.json,
-        "several-workers",
-        [case],
-        {"jax": driver.versions()},
-        ["Loopback of one machine, over Gloo; each round starts its processes anew."],
-    )
+    counts = {"jax": WORKERS, "torch": WORKERS}
+    with driver.start(__file__, given.pythons, counts=counts) as started:
+        names = {"mirrored": "jax", "PyTorch DDP": "torch"}
+        case = driver.measure(
+            f"{WORKERS} processes",
+            {name: started[peer] for name, peer in names.items() if peer in started},
+            losses=given.steps,
+            tolerance=2e-3,
+            rounds=given.rounds,
+            steps=given.steps,
+        )
+        case["contenders"]["mirrored"] |= started["jax"].ask(compiled=1)
+        versions = {peer: process.versions for peer, process in started.items()}
+    driver.show(case)
+    driver.write_result(given.json, "several-workers", [case], versions, CAVEATS)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import make_strategy
+from flax import nnx
 
 import mirrored
+import mirrored.nnx
 from mirrored.checkpoint import Checkpoint
 
 
@@ -151,6 +153,135 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
     for step in range(5):
         checkpoint.restore(step)
         assert np.unique(weights.numpy()).tolist() == [step + 1]
+
+
+def sharded(replicas, steps):
+    """An optimizer whose state is divided, after some steps; 5 elements leave padding."""
+    strategy = make_strategy(replicas)
+    with strategy.scope():
+        weights = mirrored.Variable(np.arange(5, dtype="f4"), name="weights")
+        optimizer = mirrored.Optimizer(optax.adam(0.1), shard_state=True)
+    step = train_step(strategy, weights, optimizer)
+    data = np.random.default_rng(1).normal(size=(8 * steps, 5)).astype("f4")
+    for batch in strategy.distribute_dataset(data, 8) if steps else ():
+        step(batch)
+    return weights, optimizer, lambda x: step(next(iter(strategy.distribute_dataset(x, 8))))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_optimizer_state_in_shards_is_restored_on_any_number_of_replicas(tmp_path, replicas):
+    weights, optimizer, step = sharded(2, 3)
+    checkpoint = Checkpoint(tmp_path, {"weights": weights, "optimizer": optimizer})
+    checkpoint.save(3)
+    checkpoint.wait()
+    weights2, optimizer2, step2 = sharded(replicas, 0)
+    Checkpoint(tmp_path, {"weights": weights2, "optimizer": optimizer2}).restore()
+    batch = np.ones((8, 5), "f4")
+    step(batch)
+    step2(batch)
+    np.testing.assert_allclose(weights2.numpy(), weights.numpy(), rtol=1e-6)
+    fresh, _, step3 = sharded(replicas, 0)
+    fresh.assign(weights.numpy())
+    step3(batch)
+    assert np.abs(fresh.numpy() - weights.numpy()).max() > 0.01
+
+
+def test_an_optimizer_that_has_moved_on_is_not_left_as_it_is(tmp_path):
+    weights, optimizer = model(make_strategy(2))
+    checkpoint = Checkpoint(tmp_path, {"weights": weights, "optimizer": optimizer})
+    checkpoint.save(0)
+    checkpoint.wait()
+    optimizer.build([weights])
+    with pytest.raises(mirrored.CheckpointError, match="had not taken a step"):
+        checkpoint.restore()
+
+
+def test_nnx_objects_are_restored_in_place(tmp_path):
+    strategy = make_strategy(2)
+
+    def make(seed):
+        with strategy.scope():
+            module = nnx.Sequential(
+                nnx.Linear(3, 4, rngs=nnx.Rngs(seed)),
+                nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+                nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
+            )
+            return module, mirrored.nnx.Optimizer(module, optax.adam(0.1), wrt=nnx.Param)
+
+    def replica(module, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(module)
+        optimizer.update(module, gradients)
+        return loss
+
+    @mirrored.function
+    def train_step(module, optimizer, x):
+        return strategy.run(replica, args=(module, optimizer, x))
+
+    batch = next(iter(strategy.distribute_dataset(DATA[:8], 8)))
+    module, optimizer = make(0)
+    train_step(module, optimizer, batch)
+    checkpoint = Checkpoint(tmp_path, {"module": module, "optimizer": optimizer})
+    checkpoint.save(1)
+    checkpoint.wait()
+    module2, optimizer2 = make(7)
+    resumed = Checkpoint(tmp_path, {"module": module2, "optimizer": optimizer2})
+    assert resumed.restore() == 1
+    assert resumed.state["module"] is module2
+    for pair in ((module, optimizer), (module2, optimizer2)):
+        train_step(*pair, batch)
+
+    def all_bits(pair):
+        leaves = jax.tree.leaves(nnx.state(pair))
+        keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+        arrays = [jax.random.key_data(a) if key else a for a, key in zip(leaves, keys)]
+        return [np.asarray(array).tobytes() for array in arrays]
+
+    assert all_bits((module, optimizer)) == all_bits((module2, optimizer2))
+
+
+def test_steps_may_be_left_out(tmp_path):
+    checkpoint = Checkpoint(tmp_path, {"x": 1}, every=10)
+    for step in (4, 12, 19, 35, 39):
+        checkpoint.completed(step)
+    checkpoint.wait()
+    assert [int(p.name[-10:]) for p in sorted(tmp_path.iterdir())] == [12, 35]
+
+
+def test_a_run_taken_back_leaves_no_later_checkpoint(tmp_path):
+    checkpoint = Checkpoint(tmp_path, {"x": 0}, keep=1)
+    for step in (10, 20):
+        checkpoint.state["x"] = step
+        checkpoint.save(step)
+        checkpoint.wait()
+        checkpoint._keep = 2
+    checkpoint._keep = 1
+    assert checkpoint.restore(10) == 10
+    checkpoint.state["x"] = 15
+    checkpoint.save(15)
+    resumed = {"x": 0}
+    checkpoint.wait()
+    assert Checkpoint(tmp_path, resumed).restore() == 15
+    assert resumed["x"] == 15
+
+
+def test_a_run_that_forgot_to_restore_loses_nothing_and_is_told(tmp_path):
+    Checkpoint(tmp_path, {"x": 7}).save(70)
+    other = Checkpoint(tmp_path, {"x": 1}, keep=1)
+    with pytest.warns(UserWarning, match=r"later steps \(\[70\]\) than the step 1 saved now"):
+        other.save(1)
+    other.wait()
+    assert [int(p.name[-10:]) for p in sorted(tmp_path.iterdir())] == [1, 70]
+
+
+def test_killed_before_the_directory_had_its_name(tmp_path):
+    checkpoint = Checkpoint(tmp_path, {"x": 5})
+    checkpoint.save(3)
+    checkpoint.wait()
+    (tmp_path / "step_0000000003").rename(tmp_path / ".partial_3_abcd")
+    (tmp_path / ".partial_9_abcd").mkdir()
+    resumed = {"x": 0}
+    assert Checkpoint(tmp_path, resumed).restore() == 3
+    assert resumed["x"] == 5
 
 
 def damage_flip(path):

@@ -2,29 +2,24 @@
 
     python contender.py gpt2|resnet50|loop jax|torch [--small]
 
-Reads a line of JSON for each request and answers with one line:
+Answers the requests of ``driver.serve``, and beside them
 
-- ``{"make": name}`` builds that contender, compiles it and trains one step: ``seconds``, ``loss``;
-- ``{"losses": n, "of": name}`` trains n steps: their ``losses``;
-- ``{"time": n, "of": name}`` trains n steps: microseconds a step, ``wall`` until the last loss is
-  there and ``host`` until the last call has returned;
 - ``{"memory": 1}``: the ``peak_bytes`` in use on the device since the process began;
 - ``{"planned": name}``: ``planned_bytes``, what the compiled program says it takes (JAX only).
-
-An ``error`` instead of these says that the request failed; the process goes on. Whatever else the
-libraries print goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import pathlib
 import sys
-import time
-import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
+
+import driver
 
 WORKLOADS = ("gpt2", "resnet50", "loop")
 
@@ -90,12 +85,26 @@ class Jax:
 
         self._workload, self._small, self._steps = workload, small, steps
         self._device = jax.local_devices()[0]
+        # A step that is dropped frees its state on the device: it is not held here.
+        self._made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.wait = jax.block_until_ready
 
     def make(self, name: str) -> Callable[[], Any]:
         style, _, variant = name.partition("-")
         problem, compiler_options = jax_problem(self._workload, self._small, variant)
-        return self._steps.STYLES[style](problem, compiler_options)
+        made = self._made[name] = self._steps.STYLES[style](problem, compiler_options)
+        return made
+
+    def planned(self, name: str) -> dict[str, Any]:
+        memory = self._made[name].lower().compile().memory_analysis()
+        parts = {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+        }
+        total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"]
+        return {"planned_bytes": total, "parts": parts}
 
     def peak(self) -> int:
         statistics = self._device.memory_stats()
@@ -137,6 +146,9 @@ class Torch:
 
         return loop_torch.make_step(*loop_data(), device)
 
+    def planned(self, name: str) -> dict[str, Any]:
+        return {"planned_bytes": 0}
+
     def wait(self, loss: Any) -> None:
         if self._on_gpu:
             self._torch.cuda.synchronize()
@@ -145,68 +157,18 @@ class Torch:
         return self._torch.cuda.max_memory_allocated() if self._on_gpu else 0
 
 
-def timed(step: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> dict[str, float]:
-    wait(step())
-    start = time.perf_counter()
-    for _ in range(count):
-        result = step()
-    returned = time.perf_counter()
-    wait(result)
-    scale = 1e6 / count
-    return {"wall": (time.perf_counter() - start) * scale, "host": (returned - start) * scale}
-
-
-def answer(request: dict[str, Any], library: Any, made: dict[str, Any]) -> dict[str, Any]:
-    if "make" in request:
-        start = time.perf_counter()
-        made[request["make"]] = library.make(request["make"])
-        loss = float(made[request["make"]]())
-        return {"seconds": time.perf_counter() - start, "loss": loss}
-    if "losses" in request:
-        step = made[request["of"]]
-        return {"losses": [float(step()) for _ in range(request["losses"])]}
-    if "time" in request:
-        return timed(made[request["of"]], library.wait, request["time"])
-    if "drop" in request:
-        del made[request["drop"]]
-        return {}
-    if "planned" in request:
-        memory = made[request["planned"]].lower().compile().memory_analysis()
-        parts = {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-        }
-        total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"]
-        return {"planned_bytes": total, "parts": parts}
-    return {"peak_bytes": int(library.peak())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("library", choices=["jax", "torch"])
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the script")
     options = parser.parse_args()
-    # The answers keep the real standard output to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    start = time.perf_counter()
     library = {"jax": Jax, "torch": Torch}[options.library](options.workload, options.small)
-    made: dict[str, Any] = {}
-    say({"started": time.perf_counter() - start})
-    for line in sys.stdin:
-        try:
-            say(answer(json.loads(line), library, made))
-        except Exception as error:  # noqa: BLE001 -- told to whoever asked; others go on
-            traceback.print_exc()
-            say({"error": f"{type(error).__name__}: {str(error)[:500]}"})
+    driver.serve(
+        library.make,
+        library.wait,
+        more={"memory": lambda _: {"peak_bytes": int(library.peak())}, "planned": library.planned},
+    )
 
 
 if __name__ == "__main__":

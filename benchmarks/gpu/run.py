@@ -18,16 +18,18 @@ import contextlib
 import json
 import os
 import pathlib
-import platform
-import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
+
+import driver
+from driver import ContenderError, Process
 
 HERE = pathlib.Path(__file__).parent
 STYLES = ("jax", "functional", "variables")
@@ -51,74 +53,23 @@ VARIANTS = (
 FLAGS = ["--xla_gpu_enable_triton_gemm=false"]
 
 
-class ContenderError(RuntimeError):
-    """A contender said that a request failed, or ended."""
-
-
 class OutOfTimeError(RuntimeError):
     """The budget is used up."""
 
 
-class Process:
-    """A library on one workload, started and waiting for requests."""
-
-    def __init__(self, workload: str, library: str, options: Any, cache: str) -> None:
-        self._name = f"{library} on {workload}"
-        environment = dict(os.environ)
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        environment["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        if not options.small:
-            # One cache of programs, in which XLA keeps what its tuning found too.
-            given = environment.get("XLA_FLAGS", "")
-            environment["XLA_FLAGS"] = " ".join([given, *options.xla_flags]).strip()
-            environment["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/programs"
-            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        command = [sys.executable, str(HERE / "contender.py"), workload, library]
-        if options.small:
-            command.append("--small")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
-        )
-        self._received = b""
-        self._unread = 1
-
-    def send(self, **request: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer will say that it ended
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._unread += 1
-
-    def answer(self) -> dict[str, Any]:
-        """Reads up to the answer to the last request."""
-        found: dict[str, Any] = {}
-        while self._unread:
-            found = json.loads(self._line())
-            self._unread -= 1
-            if "error" in found:
-                raise ContenderError(f"{self._name}: {found['error']}")
-        return found
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
-        while b"\n" not in self._received:
-            if not select.select([pipe], [], [], PATIENCE)[0]:
-                self.end()
-                raise ContenderError(f"{self._name} did not answer for {PATIENCE} s")
-            more = os.read(pipe, 65536)
-            if not more:
-                raise ContenderError(f"{self._name} ended with {self._process.wait()}")
-            self._received += more
-        line, _, self._received = self._received.partition(b"\n")
-        return line
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        self.send(**request)
-        return self.answer()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def start(workload: str, library: str, options: Any, cache: str) -> Process:
+    """Starts a library on one workload."""
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, str(HERE / "contender.py"), workload, library]
+    if options.small:
+        command.append("--small")
+    else:
+        # One cache of programs, in which XLA keeps what its tuning found too.
+        given = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = " ".join([given, *options.xla_flags]).strip()
+        environment["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/programs"
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return Process(f"{library} on {workload}", command, patience=PATIENCE, **environment)
 
 
 class Report:
@@ -134,7 +85,7 @@ class Report:
             "name": name,
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
-            "versions": versions(),
+            "versions": {"all": driver.versions()},
             "caveats": [
                 "One GPU: nothing is communicated.",
                 "Random data: speed, not accuracy.",
@@ -286,7 +237,7 @@ def read_memory(reports: dict[str, Report], options: Any, cache: str) -> None:
     for workload, report in reports.items():
         for name in STYLES:
             if name in report.contenders:
-                probes[workload, name] = Process(workload, "jax", options, cache)
+                probes[workload, name] = start(workload, "jax", options, cache)
                 probes[workload, name].send(make=name)
                 probes[workload, name].send(losses=3, of=name)
                 probes[workload, name].send(memory=1)
@@ -347,17 +298,7 @@ def machine() -> dict[str, Any]:
         gpu = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
     except OSError:
         gpu = "none"
-    return {"gpu": gpu, "cores": os.cpu_count(), "system": platform.platform()}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "optax", "numpy", "torch", "torchvision"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"gpu": gpu} | driver.machine()
 
 
 def start_mock(options: Any) -> Any:
@@ -376,7 +317,7 @@ def run(options: Any, cache: str, started: list[Any]) -> None:
     processes: dict[str, dict[str, Process]] = {}
     for workload in workloads:
         processes[workload] = {
-            library: Process(workload, library, options, cache) for library in options.libraries
+            library: start(workload, library, options, cache) for library in options.libraries
         }
         started += processes[workload].values()
     for workload in workloads:

@@ -10,6 +10,7 @@ from typing import Any
 from mirrored._doctor import DEFAULT_SECONDS, examine
 from mirrored._errors import MirroredError
 from mirrored.launch import Settings, launch
+from mirrored.launch._launcher import local_gpu_count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +31,9 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _launch(given: argparse.Namespace) -> int:
     command = [*(["-m"] if given.module else []), given.program, *given.arguments]
+    coordinator = given.coordinator
+    if coordinator is None and (given.master_addr, given.master_port) != (None, None):
+        coordinator = f"{given.master_addr or '127.0.0.1'}:{given.master_port or 29500}"
     settings = Settings(
         command=command,
         processes=given.processes,
@@ -37,10 +41,13 @@ def _launch(given: argparse.Namespace) -> int:
         max_restarts=given.max_restarts,
         grace=given.grace,
         watchdog=given.watchdog,
-        coordinator=given.coordinator,
+        coordinator=coordinator,
         nodes=given.nodes,
         node_rank=given.node_rank,
         run_directory=given.run_directory,
+        python=not given.no_python,
+        log_directory=given.log_dir,
+        show=given.show_workers,
     )
     return launch(settings)
 
@@ -91,10 +98,11 @@ def _add_launch(commands: Any) -> None:
         "--processes",
         "--nproc-per-node",
         "--nproc_per_node",
-        type=int,
+        type=_processes,
         default=1,
         metavar="N",
-        help="workers on this machine (default 1)",
+        help="workers on this machine (default 1); 'gpu' for one a GPU, 'auto' for that or, "
+        "without GPUs, 1",
     )
     run.add_argument(
         "--cpu-devices", type=int, metavar="K", help="virtual CPU devices for each worker"
@@ -123,8 +131,23 @@ def _add_launch(commands: Any) -> None:
     )
     run.add_argument(
         "--coordinator",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
         metavar="HOST:PORT",
         help="where worker 0 listens (default: a free port of this machine)",
+    )
+    run.add_argument(
+        "--master-addr", "--master_addr", metavar="HOST", help="the coordinator's host alone"
+    )
+    run.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="the coordinator's port alone (29500 if only the host is given)",
+    )
+    run.add_argument(
+        "--standalone", action="store_true", help="one machine, which is so anyway: ignored"
     )
     run.add_argument(
         "--nodes", "--nnodes", type=int, default=1, metavar="N", help="machines (default 1)"
@@ -138,6 +161,37 @@ def _add_launch(commands: Any) -> None:
         help="which of the machines this is, from 0",
     )
     run.add_argument("--run-directory", metavar="PATH", help="where workers leave word")
+    run.add_argument(
+        "--log-dir",
+        "--log_dir",
+        metavar="PATH",
+        help="also write each worker's output to PATH/attempt-0/worker-0.out and .err",
+    )
+    run.add_argument(
+        "--show-workers",
+        "--local-ranks-filter",
+        "--local_ranks_filter",
+        type=_numbers,
+        metavar="0,1",
+        help="show the output of these workers only",
+    )
+    run.add_argument(
+        "--no-python", "--no_python", action="store_true", help="run the program without Python"
+    )
     run.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
     run.add_argument("program", help="the program, or the module with -m")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+
+
+def _processes(text: str) -> int:
+    if text in ("gpu", "auto"):
+        found = local_gpu_count()
+        if text == "gpu" and not found:
+            msg = "there is no GPU on this machine"
+            raise argparse.ArgumentTypeError(msg)
+        return max(found, 1)
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

@@ -252,7 +252,7 @@ class Watch:
 
     def _on_exception(self, kind: Any, error: Any, trace: Any) -> None:
         own = "".join(traceback.format_exception(kind, error, trace))
-        if isinstance(error, WorkerError):
+        if isinstance(error, WorkerError) and not _COMMUNICATION.search(str(error)):
             _say(own)
             self._report(str(error), own, because_of=-1)
             _end(EXIT_BYSTANDER)

@@ -42,6 +42,10 @@ class Function:
             instance.__dict__[name] = bound
         return bound
 
+    def __reduce__(self) -> Any:
+        # Programs belong to a process; what they are made of can travel.
+        return Function, (self.__wrapped__,)
+
     @property
     def trace_count(self) -> int:
         """How many times the Python function was compiled for new arguments."""

@@ -51,6 +51,10 @@ class Taken(abc.ABC):
     """equal for objects that differ in the values of their arrays only"""
 
     @abc.abstractmethod
+    def names(self) -> list[str]:
+        """Names each array by its place in the objects, for messages and checkpoints."""
+
+    @abc.abstractmethod
     def inside(self, arrays: list[Any], replica: ReplicaContext | None) -> Inner:
         """Makes new objects of ``arrays`` in the running trace, as a replica sees them."""
 

@@ -111,6 +111,14 @@ class Optimizer:
         return self._state
 
     @property
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the state's leaves, whole ones for what is kept in shards."""
+        if self._variables is None:
+            return []
+        values = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in self._variables]
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self._tx.init, values))]
+
+    @property
     def strategy(self) -> Any:
         """The strategy in whose scope it was made, or None."""
         return self._strategy

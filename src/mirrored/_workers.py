@@ -7,6 +7,7 @@ is noticed and told is in ``_failure``.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import os
@@ -45,7 +46,8 @@ class Workers:
         self.process_id = cluster.process_id
         self.process_count = cluster.process_count
         self._broadcasts = itertools.count()
-        self._barriers: dict[str, int] = {}
+        self._checks = itertools.count(1)
+        self._turns = collections.Counter[str]()
         self._kept: list[str] = []
 
     def name(self, process_id: int) -> str:
@@ -58,14 +60,14 @@ class Workers:
         Raises:
           WorkerError: after ``timeout`` seconds, naming those who did not come.
         """
-        turn = self._barriers[name] = self._barriers.get(name, 0) + 1
         limit = self.timeout if timeout is None else timeout
         try:
-            self.client.wait_at_barrier(f"mirrored/{name}/{turn}", int(limit * 1000))
+            self.client.wait_at_barrier(f"mirrored/{self.turn(name)}", int(limit * 1000))
         except jax.errors.JaxRuntimeError as error:
-            raise self._not_at_barrier(name, limit, str(error)) from error
+            raise self._waited_in_vain(name, str(error), limit) from error
 
-    def _not_at_barrier(self, name: str, limit: float, said: str) -> WorkerError:
+    def _waited_in_vain(self, name: str, said: str, limit: float) -> WorkerError:
+        """Names the absent; or says that the connection itself broke, and how."""
         _, found, rest = said.partition("timed out task names:")
         absent = [int(line) for line in re.findall(r"^\s*(\d+)\s*$", rest, re.MULTILINE)]
         if found and absent:
@@ -79,6 +81,15 @@ class Workers:
             hint="see what the absent worker printed; every worker must run the same program, "
             "and call this on every worker or on none.",
         )
+
+    def turn(self, name: str) -> str:
+        """Numbers what all workers do under one name: the first time, the second, ..."""
+        self._turns[name] += 1
+        return f"{name}/{self._turns[name]}"
+
+    def next_check(self) -> int:
+        """Numbers the checks for preemption of this process, whoever makes them."""
+        return next(self._checks)
 
     def tell(self, key: str, value: str) -> None:
         """Leaves a word for the others."""
@@ -95,6 +106,8 @@ class Workers:
                 f"mirrored/{key}", max(1, int(limit * 1000))
             )
         except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise self._waited_in_vain(key, str(error), limit) from error
             raise WorkerError(
                 fact=f"{self.name(from_worker)} did not send {key!r} within {limit:g} s.",
                 expected="every worker at the same place of the same program.",

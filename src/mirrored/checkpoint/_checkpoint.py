@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any, final
@@ -102,7 +103,6 @@ class Checkpoint:
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._saved_step: int | None = None
-        self._turn = 0
         self._restored = False
         self._sigterm = threading.Event()
         self._listen()
@@ -130,11 +130,13 @@ class Checkpoint:
             self._workers.barrier(f"save of step {self.step}", min(60.0, self._workers.timeout))
         snapshot = self._state.take()
         self.wait()
-        self._turn += 1
+        if self._saved_step is None and not self._restored:
+            self._warn_of_later_checkpoints()
         self._saved_step = self.step
+        turn = "" if self._workers is None else self._workers.turn(f"{self._key}/{self.step}")
         self._writing = threading.Thread(
             target=self._write,
-            args=(self.step, self._turn, snapshot),
+            args=(self.step, turn, snapshot),
             name="mirrored-checkpoint",
         )
         self._writing.start()
@@ -152,12 +154,22 @@ class Checkpoint:
                 hint="see that it exists, is writable and has room.",
             ) from failure
 
-    def _write(self, step: int, turn: int, snapshot: Snapshot) -> None:
+    def _warn_of_later_checkpoints(self) -> None:
+        later = [step for step in self._storage.steps() if step > self.step]
+        if later:
+            warnings.warn(
+                f"mirrored: {self.directory} holds checkpoints of later steps ({later}) than the "
+                f"step {self.step} saved now, and nothing was restored: whoever resumes goes on "
+                "from those. Call restore() first, or save in another directory.",
+                stacklevel=3,
+            )
+
+    def _write(self, step: int, turn: str, snapshot: Snapshot) -> None:
         try:
             if self._workers is None:
                 self._write_files(step, snapshot)
             else:
-                self._write_or_wait(self._workers, f"{self._key}/{turn}", step, snapshot)
+                self._write_or_wait(self._workers, turn, step, snapshot)
         except Exception as failure:  # noqa: BLE001 (told to the training thread, whatever it is)
             self._failure = failure
 
@@ -199,7 +211,7 @@ class Checkpoint:
 
     def _write_files(self, step: int, snapshot: Snapshot) -> None:
         self._storage.write(step, snapshot.to_host(), snapshot.content())
-        self._storage.delete_old(self._keep)
+        self._storage.delete_old(self._keep, step, later_too=self._restored)
 
     # --- restoring ---------------------------------------------------------------
 
@@ -245,8 +257,7 @@ class Checkpoint:
         workers = self._workers
         if workers is None:
             return (None, {}) if read is None else read
-        self._turn += 1
-        key = f"{self._key}/{self._turn}/manifest"
+        key = f"{workers.turn(f'{self._key}/restore')}/manifest"
         if workers.process_id == 0:
             workers.tell(key, json.dumps(None if read is None else read[0]))
         manifest = json.loads(workers.hear(key, 0))
@@ -272,9 +283,10 @@ class Checkpoint:
         Args:
           step: the number of completed steps; one more than before if left out.
         """
+        before = self.step
         self.step = self.step + 1 if step is None else step
         _workers.completed(self.step)
-        if self._every and self.step % self._every == 0:
+        if self._every and self.step // self._every > before // self._every:
             self.save()
         if self._preempted():
             self._leave()
@@ -326,7 +338,8 @@ class Checkpoint:
     def _preempted(self) -> bool:
         if self._workers is None:
             return self._sigterm.is_set()
-        return multihost_utils.reached_preemption_sync_point(self.step)
+        # Its counter must not leave out a number, as the steps may that it is told of.
+        return multihost_utils.reached_preemption_sync_point(self._workers.next_check())
 
     def _leave(self) -> None:
         if self._saved_step != self.step:

@@ -35,6 +35,7 @@ _MANIFEST = "mirrored.json"
 _ARRAYS = "arrays"
 _FORMAT = 1
 _NAME = re.compile(r"step_(\d+)$")
+_PARTIAL = re.compile(r"\.partial_(\d+)_")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -52,10 +53,31 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Lists the steps for which there is a directory, whole or not, newest first."""
+        return sorted({step for step, _ in self._found(_NAME)}, reverse=True)
+
+    def _found(self, pattern: re.Pattern[str]) -> list[tuple[int, epath.Path]]:
         if not self.directory.exists():
             return []
-        matches = (_NAME.match(path.name) for path in self.directory.iterdir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        matches = ((pattern.match(path.name), path) for path in self.directory.iterdir())
+        return [(int(match[1]), path) for match, path in matches if match]
+
+    def _candidates(self, wanted: int | None) -> list[tuple[int, epath.Path]]:
+        """Lists what may be a whole checkpoint, newest first.
+
+        Killed between writing the last file and giving the directory its name, a writer
+        leaves a whole checkpoint under the name it was written in.
+        """
+        unnamed = [
+            (step, path) for step, path in self._found(_PARTIAL) if (path / _MANIFEST).exists()
+        ]
+        named = self._found(_NAME)
+        if wanted is not None:
+            named = [(wanted, self.path(wanted))]
+            unnamed = [(step, path) for step, path in unnamed if step == wanted]
+        ranked = [(step, 1, path) for step, path in named]
+        ranked += [(step, 0, path) for step, path in unnamed]
+        ranked.sort(key=lambda one: one[:2], reverse=True)
+        return [(step, path) for step, _, path in ranked]
 
     def path(self, step: int) -> epath.Path:
         """Returns where the checkpoint of ``step`` is."""
@@ -93,13 +115,12 @@ class Storage:
             final_path.rmtree()
         partial.rename(final_path)
 
-    def read_manifest(self, step: int) -> dict[str, Any]:
+    def _read_manifest(self, path: epath.Path) -> dict[str, Any]:
         """Reads a manifest and checks every file against it.
 
         Raises:
           DamagedError: if anything is missing or different.
         """
-        path = self.path(step)
         try:
             wrapped = json.loads((path / _MANIFEST).read_text())
             body = wrapped["manifest"]
@@ -126,7 +147,7 @@ class Storage:
                 raise DamagedError(msg)
         return manifest
 
-    def read_arrays(self, step: int, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
+    def _read_arrays(self, path: epath.Path, manifest: dict[str, Any]) -> dict[str, np.ndarray]:
         """Reads the arrays of a checkpoint whose manifest was checked."""
         described = manifest["arrays"]
         arrays = {
@@ -139,7 +160,7 @@ class Storage:
             wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
             with _checkpointer() as checkpointer:
                 read = checkpointer.restore(
-                    self.path(step) / _ARRAYS, args=ocp.args.PyTreeRestore(restore_args=wanted)
+                    path / _ARRAYS, args=ocp.args.PyTreeRestore(restore_args=wanted)
                 )
             arrays |= {name: np.asarray(read[name]) for name in stored}
         return {name: arrays[name] for name in described}
@@ -148,26 +169,34 @@ class Storage:
         self, wanted: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         """Reads the newest whole checkpoint, or that of one step; warns of damaged ones."""
-        steps = self.steps() if wanted is None else [wanted]
-        for step in steps:
+        for _, path in self._candidates(wanted):
             try:
-                manifest = self.read_manifest(step)
-                return manifest, self.read_arrays(step, manifest)
+                manifest = self._read_manifest(path)
+                return manifest, self._read_arrays(path, manifest)
             except DamagedError as error:
                 warnings.warn(
-                    f"mirrored: the checkpoint {self.path(step)} is not used: {error}; "
+                    f"mirrored: the checkpoint {path} is not used: {error}; "
                     "the one before it is, if there is one.",
                     stacklevel=2,
                 )
         return None
 
-    def delete_old(self, keep: int) -> None:
-        """Deletes all but the newest ``keep`` checkpoints, and what was never finished."""
-        for step in self.steps()[keep:]:
-            self.path(step).rmtree()
-        for path in self.directory.iterdir():
-            if path.name.startswith(".partial_"):
-                path.rmtree()
+    def delete_old(self, keep: int, newest: int, *, later_too: bool) -> None:
+        """Deletes what is no longer wanted once the checkpoint of ``newest`` is written.
+
+        That is all but the newest ``keep``, what was never finished, and, if
+        ``later_too``, checkpoints of later steps: they belong to a run that was taken
+        back to an earlier one, and must not be restored in place of what follows it.
+        """
+        steps = self.steps()
+        kept = [step for step in steps if step <= newest][:keep]
+        if not later_too:
+            kept += [step for step in steps if step > newest]
+        for step in steps:
+            if step not in kept:
+                self.path(step).rmtree()
+        for _, path in self._found(_PARTIAL):
+            path.rmtree()
 
 
 def _files(directory: epath.Path) -> Iterator[tuple[str, epath.Path]]:

@@ -6,6 +6,7 @@ becomes by its policy. It uses NNX's public graph functions only.
 
 from __future__ import annotations
 
+import collections
 import sys
 import weakref
 from collections.abc import Hashable
@@ -137,6 +138,16 @@ class _TakenObjects(_objects.Taken):
                     return False
                 arrays[number] = value
         return True
+
+    def names(self) -> list[str]:
+        paths = [_shown(path) for path, _ in self.places]
+        counts, numbers = collections.Counter(paths), collections.Counter[str]()
+        named = []
+        for path in paths:
+            # A variable that holds a nest has several arrays in one place.
+            named.append(path if counts[path] == 1 else f"{path}.{numbers[path]}")
+            numbers[path] += 1
+        return named
 
     def inside(self, arrays: list[Any], replica: ReplicaContext | None) -> _objects.Inner:
         return _InnerObjects(self, arrays, replica)

@@ -1,15 +1,12 @@
-"""Starts the workers of a run on this machine, watches them, and restarts them.
+"""A run on this machine: attempt after attempt, watched, and the first failure told.
 
-Owns processes: their names, addresses and output, which of them failed first, and
-that none is left behind. What a worker does is its own affair; under Slurm,
-Kubernetes or Ray, those do what this module does here.
+Owns the workers' names and addresses, which of them failed first, when to start all of
+them again, and that none is left behind. What a worker does is its own affair; one
+process is in ``_process``.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import ctypes
 import dataclasses
 import glob
 import json
@@ -17,16 +14,12 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, final
+from typing import Any, final
 
 from mirrored._cluster import COORDINATOR, PROCESS_COUNT, PROCESS_ID
-from mirrored._errors import ArgumentError
 from mirrored._placement import cpu_environment
 from mirrored._report import (
     ATTEMPT,
@@ -36,8 +29,8 @@ from mirrored._report import (
     read_preempted,
     read_progress,
 )
-
-__all__ = ["Settings", "launch"]
+from mirrored.launch._process import Worker
+from mirrored.launch._settings import Settings
 
 _POLL_SECONDS = 0.02
 # How long the others may take to say what they saw once one worker has failed.
@@ -45,60 +38,8 @@ _LAST_WORDS_SECONDS = 0.4
 # A worker that ended only because another one did is given this long to be told apart.
 _CULPRIT_SECONDS = 1.0
 _STOPPED_SECONDS = 5.0
-_TAIL_LINES = 40
 _BYSTANDERS = (EXIT_BYSTANDER, -signal.SIGABRT)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to start and how to look after it.
-
-    Args:
-      command: the program and its arguments, as for ``python``: ``["train.py", "--lr", "1"]``.
-      processes: how many workers on this machine.
-      cpu_devices: virtual CPU devices for each worker; None to use what there is.
-      max_restarts: how often all workers are started again after a failure.
-      grace: seconds between passing SIGTERM on and SIGKILL.
-      watchdog: seconds without progress of any worker after which the run is ended;
-        0 for never. It starts with the first step.
-      coordinator: "host:port" of worker 0; chosen on this machine if None.
-      nodes: how many machines run this command, each with ``processes`` workers.
-      node_rank: which of them this one is, from 0.
-      run_directory: where the workers leave word; a temporary directory if None.
-    """
-
-    command: Sequence[str]
-    processes: int = 1
-    cpu_devices: int | None = None
-    max_restarts: int = 0
-    grace: float = 30.0
-    watchdog: float = 300.0
-    coordinator: str | None = None
-    nodes: int = 1
-    node_rank: int = 0
-    run_directory: str | None = None
-
-    def __post_init__(self) -> None:
-        self._require(bool(self.command), "command", "a program to start")
-        self._require(self.processes >= 1, "processes", "at least 1")
-        self._require(self.max_restarts >= 0, "max_restarts", "0 or more")
-        self._require(self.nodes >= 1, "nodes", "at least 1")
-        self._require(0 <= self.node_rank < self.nodes, "node_rank", "from 0 to nodes - 1")
-        self._require(
-            self.nodes == 1 or self.coordinator is not None,
-            "coordinator",
-            "host:port of the first machine, the same on all of them",
-        )
-
-    def _require(self, holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise ArgumentError(
-                fact=f"launch was given {name}={getattr(self, name)!r}.",
-                expected=f"{expected}.",
-                hint="see `mirrored launch --help`.",
-            )
 
 
 def launch(settings: Settings) -> int:
@@ -114,73 +55,9 @@ def launch(settings: Settings) -> int:
         return _Launcher(settings, directory).run()
 
 
-@final
-class _Worker:
-    """One process, its output, and what is known of its end."""
-
-    def __init__(self, number: int, command: list[str], environment: Mapping[str, str]) -> None:
-        self.number = number
-        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self.process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A group of its own, so that its children end with it and Ctrl-C is passed
-            # on once.
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        self._readers = [
-            threading.Thread(target=self._copy, args=(source, target), daemon=True)
-            for source, target in (
-                (self.process.stdout, sys.stdout),
-                (self.process.stderr, sys.stderr),
-            )
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _copy(self, source: Any, target: IO[str]) -> None:
-        for raw in source:
-            line = raw.decode(errors="replace")
-            if line.startswith("[Gloo] Rank "):
-                continue
-            if target is sys.stderr:
-                self.tail.append(line.rstrip("\n"))
-            ended = line if line.endswith("\n") else f"{line}\n"
-            target.write(f"[worker {self.number}] {ended}")
-            target.flush()
-
-    @property
-    def code(self) -> int | None:
-        """The exit code, as subprocess gives it; None while it runs."""
-        return self.process.poll()
-
-    def pass_on(self, number: int) -> None:
-        """Sends a signal to the worker alone: what its children get is its own choice."""
-        if self.code is None:
-            self.process.send_signal(number)
-
-    def end(self) -> None:
-        """Ends the worker and everything it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def drain(self) -> None:
-        """Waits for the rest of its output."""
-        for reader in self._readers:
-            reader.join(2.0)
-
-    def is_stopped(self) -> bool:
-        """Says whether somebody stopped it (SIGSTOP), where the system tells."""
-        try:
-            status = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] == "T"
+def local_gpu_count() -> int:
+    """Counts the GPUs of this machine without starting anything that would hold them."""
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 @final
@@ -200,7 +77,7 @@ class _Launcher:
     def __init__(self, settings: Settings, directory: str) -> None:
         self._settings = settings
         self._directory = directory
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._signals: list[int] = []
         self._told_to_end_at: float | None = None
 
@@ -238,10 +115,19 @@ class _Launcher:
         coordinator = self._coordinator(attempt)
         first = settings.node_rank * settings.processes
         self._workers = []
+        command = [*([sys.executable, "-u"] if settings.python else []), *settings.command]
         for local in range(settings.processes):
             environment = self._environment(attempt, coordinator, first + local, local)
-            command = [sys.executable, "-u", *settings.command]
-            self._workers.append(_Worker(first + local, command, environment))
+            number = first + local
+            self._workers.append(
+                Worker(
+                    number,
+                    command,
+                    environment,
+                    shown=settings.show is None or number in settings.show,
+                    log=self._log(attempt, number),
+                )
+            )
         pids = {worker.number: worker.process.pid for worker in self._workers}
         listing = pathlib.Path(self._directory) / "workers.part"
         listing.write_text(json.dumps({"attempt": attempt, "pids": pids}))
@@ -252,6 +138,13 @@ class _Launcher:
         for worker in self._workers:
             worker.drain()
         return outcome
+
+    def _log(self, attempt: int, number: int) -> pathlib.Path | None:
+        if self._settings.log_directory is None:
+            return None
+        directory = pathlib.Path(self._settings.log_directory) / f"attempt-{attempt}"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / f"worker-{number}"
 
     def _coordinator(self, attempt: int) -> str:
         given = self._settings.coordinator
@@ -283,7 +176,7 @@ class _Launcher:
         if settings.cpu_devices is not None:
             environment |= cpu_environment(settings.cpu_devices, environment)
         elif "JAX_LOCAL_DEVICE_IDS" not in environment:
-            gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+            gpus = local_gpu_count()
             share = gpus // settings.processes
             if settings.processes > 1 and share > 0:
                 ids = range(local * share, (local + 1) * share)
@@ -394,7 +287,7 @@ class _Launcher:
             _say(f"ended the others that still ran: {shown}.")
         return _Outcome(code if code > 0 else 128 - code, reason)
 
-    def _words_of(self, worker: _Worker) -> str:
+    def _words_of(self, worker: Worker) -> str:
         failure = read_failure(self._directory, worker.number)
         words = failure.traceback if failure is not None else "\n".join(worker.tail)
         if not words.strip():
@@ -402,7 +295,7 @@ class _Launcher:
         shown = "\n".join(f"  | {line}" for line in words.strip().splitlines())
         return f"its last words:\n{shown}"
 
-    def _name(self, worker: _Worker) -> str:
+    def _name(self, worker: Worker) -> str:
         return f"worker {worker.number} (host {socket.gethostname()}, pid {worker.process.pid})"
 
 
@@ -421,13 +314,3 @@ def _after(step: int) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"mirrored launch: {text}\n")
     sys.stderr.flush()
-
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    """Asks Linux to kill this worker should its launcher be killed."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
