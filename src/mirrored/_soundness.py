@@ -150,8 +150,9 @@ def _crosses_replicas(equation: Any) -> bool:
 
 def _unreachable_collective(name: str) -> ContextError:
     return ContextError(
-        fact=f"a collective ({name.removesuffix('_invariant')}) stands under a condition or in a loop that differs between "
-        "replicas, so only some of them would reach it and wait there for ever.",
+        fact=f"a collective ({name.removesuffix('_invariant')}) stands under a condition or in a "
+        "loop that differs between replicas, so only some of them would reach it and wait there "
+        "for ever.",
         expected="collectives that every replica reaches.",
         hint="take the collective out of the jax.lax.cond or while_loop, or decide on a value "
         'that is the same everywhere (ctx.all_reduce("max", condition)).',
