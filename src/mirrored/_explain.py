@@ -24,7 +24,7 @@ import numpy as np
 from mirrored import _context, _objects
 from mirrored._compiled import ProgramFacts, facts_of
 from mirrored._errors import ArgumentError
-from mirrored._explanation import Explanation
+from mirrored._explanation import Explanation, with_program_memory
 from mirrored._function import Function
 from mirrored._placement import Placement
 from mirrored._timeline import Timeline, record
@@ -72,7 +72,7 @@ def explain_step(
         compute=_share(timeline, "compute", wall),
         collectives_time=_share(timeline, "collectives", wall),
         programs=tuple(programs),
-        memory=_with_program_memory(memory, programs),
+        memory=_with_the_largest(memory, programs),
     )
 
 
@@ -83,18 +83,10 @@ def _share(timeline: Timeline | None, what: str, wall: float) -> float | None:
     return min(1.0, getattr(timeline, what) / timeline.wall) * wall
 
 
-def _with_program_memory(memory: dict[str, int], programs: list[ProgramFacts]) -> dict[str, int]:
+def _with_the_largest(memory: dict[str, int], programs: list[ProgramFacts]) -> dict[str, int]:
     if not programs:
         return memory
-    largest = max(programs, key=lambda program: program.peak)
-    known = sum(memory.values())
-    whole = {
-        **memory,
-        OTHER_STATE: memory.get(OTHER_STATE, 0) + max(0, largest.arguments - known),
-        "results": max(0, largest.outputs - largest.donated),
-        "temporaries": largest.temporaries,
-    }
-    return {role: size for role, size in whole.items() if size}
+    return with_program_memory(memory, max(programs, key=lambda program: program.peak))
 
 
 # --- running the step -------------------------------------------------------------------------
@@ -233,18 +225,18 @@ class _Objects:
             for array, role in zip(self._taken.arrays, self._taken.roles(), strict=True):
                 sizes[role] += _device_bytes(array)
         plain = OTHER_STATE if self._variables or self._owner is not None else PARAMETERS
-        for leaf, inside_optax in _leaves(self._args):
-            if isinstance(leaf, PerReplica):
-                stacked = leaf.placed(self._placement).stacked
-                sizes[BATCH] += _device_bytes(stacked)
-            elif isinstance(leaf, jax.Array):
-                sizes[OPTIMIZER_STATE if inside_optax else plain] += _device_bytes(leaf)
-            elif isinstance(leaf, np.ndarray):
+        placed = jax.tree.map(
+            lambda leaf: leaf.placed(self._placement) if isinstance(leaf, PerReplica) else leaf,
+            self._args,
+            is_leaf=_is_leaf,
+        )
+        sizes.update(role_sizes(placed, plain))
+        for leaf, _ in _leaves(self._args):
+            if isinstance(leaf, np.ndarray):
                 # Keras splits what it is given; a program gets the whole on each device.
                 split = self._placement.replica_count if self._owner is not None else 1
                 sizes[BATCH] += leaf.nbytes // split
-        roles = (PARAMETERS, OPTIMIZER_STATE, BATCH, OTHER_STATE)
-        return {role: sizes[role] for role in roles if sizes[role]}
+        return {role: sizes[role] for role in _ROLES if sizes[role]}
 
     def rows(self) -> int | None:
         """The rows that each replica gets in a step, where that is known."""
@@ -275,6 +267,25 @@ class _Objects:
                 yield variable, PARAMETERS
             else:
                 yield variable, OPTIMIZER_STATE if id(variable) in optimizers else OTHER_STATE
+
+
+_ROLES = (PARAMETERS, OPTIMIZER_STATE, BATCH, OTHER_STATE)
+
+
+def role_sizes(args: Any, plain: str = PARAMETERS) -> dict[str, int]:
+    """The bytes on each device of placed arrays, or shapes with a place, by what they are for.
+
+    Args:
+      args: the arguments of a step.
+      plain: what arrays are that stand in no batch and no state of Optax.
+    """
+    sizes: collections.Counter[str] = collections.Counter()
+    for leaf, inside_optax in _leaves(args):
+        if isinstance(leaf, PerReplica):
+            sizes[BATCH] += _device_bytes(leaf.stacked)
+        elif isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+            sizes[OPTIMIZER_STATE if inside_optax else plain] += _device_bytes(leaf)
+    return {role: sizes[role] for role in _ROLES if sizes[role]}
 
 
 def _is_leaf(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from mirrored._compiled import Collective, ProgramFacts
@@ -117,13 +117,8 @@ class Explanation:
         lines.append(f"  {'host':16} {_time(self.host):>10}  Python and dispatch, in each step")
         if self.input is not None:
             lines.append(f"  {'input':16} {_time(self.input):>10}  a batch, in the background")
-        lines.append("collectives in the program, bytes of their results on each device")
-        for one in self.collectives:
-            lines.append(f"  {one.kind:16} {_size(one.bytes):>10}  in {one.count}")
-        if not self.collectives:
-            lines.append("  none")
-        lines.append("memory on each device")
-        lines += [f"  {name:16} {_size(size):>10}" for name, size in self.memory.items()]
+        lines += collective_lines(self.collectives)
+        lines += memory_lines(self.memory)
         flops = [program.flops for program in self.programs if program.flops]
         if flops and self.compute:
             rate = sum(flops) / self.compute
@@ -165,6 +160,32 @@ class Explanation:
         )
         figure.supxlabel(f"collectives: {text or 'none'}", fontsize=9)
         figure.savefig(path)
+
+
+def with_program_memory(memory: dict[str, int], program: ProgramFacts) -> dict[str, int]:
+    """Adds what only XLA knows to the sizes of what went into a program."""
+    whole = {
+        **memory,
+        OTHER_STATE: memory.get(OTHER_STATE, 0) + max(0, program.arguments - sum(memory.values())),
+        "results": max(0, program.outputs - program.donated),
+        "temporaries": program.temporaries,
+    }
+    return {role: size for role, size in whole.items() if size}
+
+
+def collective_lines(collectives: Sequence[Collective]) -> list[str]:
+    """Says which collectives a program has."""
+    lines = ["collectives in the program, bytes of their results on each device"]
+    lines += [f"  {one.kind:16} {_size(one.bytes):>10}  in {one.count}" for one in collectives]
+    return lines if collectives else [*lines, "  none"]
+
+
+def memory_lines(memory: Mapping[str, int]) -> list[str]:
+    """Says what fills the memory of a device."""
+    return [
+        "memory on each device",
+        *(f"  {name:16} {_size(size):>10}" for name, size in memory.items()),
+    ]
 
 
 _COLORS = {
