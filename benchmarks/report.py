@@ -79,7 +79,8 @@ INTRODUCTION = """# Benchmarks
 mirrored beside hand-written JAX, stock Keras, TensorFlow's tf.distribute and PyTorch's
 DistributedDataParallel: the same data, the same starting weights, the same order. Losses are
 compared before a time is taken; contenders take turns within one run; a figure is the median of
-the rounds, a ratio the median of the ratios within a round. Below 1, mirrored takes less.
+the rounds, a ratio the median of the ratios within a round. Below 1, mirrored takes less. In the
+plots a line spans the middle half of the rounds.
 
 This page is written by `benchmarks/report.py` from the files in `benchmarks/results/`.
 """

@@ -29,6 +29,7 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import driver
+import results
 from driver import ContenderError, Process
 
 HERE = pathlib.Path(__file__).parent
@@ -189,7 +190,7 @@ def show(report: Report) -> None:
     for name, figures in report.contenders.items():
         if "rounds" not in figures:
             continue
-        low, *_, high = statistics.quantiles(figures["rounds"], n=4)
+        low, high = results.quartiles(figures["rounds"])
         text = f"    {name:18} {figures['median']:10.1f} us a step"
         text += f" (half of the rounds in {low:.1f}..{high:.1f}), host {figures['host']:.1f} us"
         if figures.get("peak_bytes"):
