@@ -14,8 +14,8 @@ class Model(nnx.Module):
 
     def __init__(self, rngs):
         self.first = nnx.Linear(20, 64, rngs=rngs)
-        # Statistics over the batches of all replicas; without axis_name, of each its own.
-        self.norm = nnx.BatchNorm(64, axis_name="replica", rngs=rngs)
+        # Statistics of the global batch; those of nnx.BatchNorm are of each replica's part.
+        self.norm = mirrored.nnx.BatchNorm(64, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.second = nnx.Linear(64, 3, rngs=rngs)
 

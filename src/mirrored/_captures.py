@@ -7,6 +7,7 @@ to a new trace, not to a program that silently goes on with the old value.
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, final
 _MISSING = object()
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _MOST_WATCHES = 256
+_MOST_PARTS = 2000
 
 
 @final
@@ -22,13 +24,18 @@ class Captures:
     """A snapshot of everything a function (and the functions it calls) captured."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._bound = list(_bound(function))
         self._watches: list[tuple[Any, str, Any]] = []
         for holder, name in _holders(function):
             self._watches.append((holder, name, _look(holder, name)))
 
     def objects(self) -> list[Any]:
-        """The values captured when the snapshot was taken."""
-        return [value for _, _, value in self._watches if value is not _MISSING]
+        """The values captured when the snapshot was taken, and what these hold.
+
+        A method captures its object, and with it the model among the object's attributes.
+        """
+        captured = [value for _, _, value in self._watches if value is not _MISSING]
+        return list(_parts([*self._bound, *captured]))
 
     def changed(self) -> str | None:
         """Returns what was rebound since the snapshot, in words, or None."""
@@ -40,6 +47,36 @@ class Captures:
                 continue
             return f"captured {name!r} was rebound"
         return None
+
+
+def _bound(function: Any) -> Iterator[Any]:
+    """Yields what is bound to a function: a partial's arguments, a method's object."""
+    while isinstance(function, functools.partial):
+        yield from function.args
+        yield from function.keywords.values()
+        function = function.func
+    if isinstance(function, types.MethodType):
+        yield function.__self__
+
+
+def _parts(values: list[Any]) -> Iterator[Any]:
+    """Yields values, and what they hold as attributes or in containers, nearest first."""
+    pending = collections.deque(values)
+    visited: set[int] = set()
+    while pending and len(visited) < _MOST_PARTS:
+        value = pending.popleft()
+        if isinstance(value, (*_NUMBERS, type, types.ModuleType, types.FunctionType)):
+            continue
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        yield value
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            pending.extend(value)
+        else:
+            pending.extend(getattr(value, "__dict__", {}).values())
 
 
 def _look(holder: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ becomes by its policy. It uses NNX's public graph functions only.
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import weakref
 from collections.abc import Hashable
@@ -16,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mirrored import _objects
+from mirrored import _context, _objects
 from mirrored._claims import Claim
 from mirrored._collectives import Communicator
-from mirrored._errors import ContextError
+from mirrored._errors import ContextError, PaddingError
 from mirrored._replica import ReplicaContext
+from mirrored.nnx._batch_norm import BatchNorm
 from mirrored.nnx._policy import Policy, policy_of, when_changed
 
 _MOST_CACHED = 64
@@ -75,7 +77,11 @@ class _TakenObjects(_objects.Taken):
     def __init__(self, objects: tuple[Any, ...], key: tuple[int, ...]) -> None:
         self.graphdef, state = nnx.split(objects)
         flat = nnx.to_flat_state(state)
-        self.arrays, self._structure = jax.tree.flatten(state)
+        leaves, self._structure = jax.tree.flatten(state)
+        # A state that was restored may hold NumPy arrays, a new variable a Python number.
+        self.arrays = [
+            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves
+        ]
         # For each array: where it is, and the variable that holds it (None for an array
         # that stands in a module without a variable).
         self.places: list[tuple[Any, nnx.Variable | None]] = []
@@ -87,7 +93,9 @@ class _TakenObjects(_objects.Taken):
             for _, variable in self.places
         )
         self._watched: list[tuple[Any, list[int], list[Any]]] = []
-        self.can_be_cached = self._one_each and self._watch(objects)
+        # A Variable by itself, as nnx.State holds them, cannot be held weakly.
+        passing = any(isinstance(thing, nnx.Variable) for thing in objects)
+        self.can_be_cached = self._one_each and not passing and self._watch(objects)
         if self.can_be_cached:
             # Bound here: modules may be gone when the interpreter ends.
             forget = _cache.pop
@@ -220,8 +228,12 @@ class _InnerObjects(_objects.Inner):
                     value = self._entered[number]
                     self._entered[number] = jnp.where(first, value, jnp.zeros_like(value))
         self.objects = taken.merge(self._entered)
+        self._cells = [] if replica is None else _with_own_carries(self.objects)
 
     def changed(self) -> dict[int, Any]:
+        for cell in self._cells:
+            object.__setattr__(cell, "__class__", type(cell).__base__)
+        self._cells = []
         graphdef, state = nnx.split(self.objects)
         if graphdef != self._taken.graphdef:
             self._refuse_structure(state)
@@ -247,10 +259,28 @@ class _InnerObjects(_objects.Inner):
 
     def claims(self, replica: ReplicaContext) -> dict[int, Claim]:
         changed = self.changed()
+        if replica.rows is not None and replica.rows.padded:
+            self._refuse_mean_of_means(changed)
         reduced = {**changed, **self._reduced(changed, replica)}
         return {
             number: self._claim(number, value, changed[number]) for number, value in reduced.items()
         }
+
+    def _refuse_mean_of_means(self, changed: dict[int, Any]) -> None:
+        """Refuses Flax's batch norm over an axis where replicas have different numbers of rows."""
+        places = {self._taken.places[number][0] for number in changed}
+        for path, node in nnx.iter_graph(self.objects):
+            if not isinstance(node, nnx.BatchNorm) or isinstance(node, BatchNorm):
+                continue
+            if node.axis_name is not None and (*path, "mean") in places:
+                raise PaddingError(
+                    fact=f"nnx.BatchNorm {_shown(path)!r} with axis_name={node.axis_name!r} was "
+                    "given a batch with padded rows: it averages the replicas' means as if each "
+                    "had the same number of rows.",
+                    expected="statistics in which each real row counts once.",
+                    hint="use mirrored.nnx.BatchNorm, without axis_name, or drop the remainder "
+                    "with remainder='drop'.",
+                )
 
     def _reduced(self, changed: dict[int, Any], replica: ReplicaContext) -> dict[int, Any]:
         """Reduces what differs by type, all in one collective."""
@@ -319,6 +349,28 @@ class _InnerObjects(_objects.Inner):
             "metrics.update(mask=..., ...), batch_norm(x, mask=...); or drop the remainder with "
             "remainder='drop'.",
         )
+
+
+def _with_own_carries(objects: Any) -> list[Any]:
+    """Lets recurrent cells start from a carry of this replica, which the data makes it.
+
+    A scan wants one type from the start, and cells start from zeros, which are the same on
+    all replicas.
+    """
+    cells = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.RNNCellBase)]
+    for cell in cells:
+        object.__setattr__(cell, "__class__", _with_own_carry(type(cell)))
+    return cells
+
+
+@functools.cache
+def _with_own_carry(kind: Any) -> Any:
+    def initialize_carry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        carry = kind.initialize_carry(self, *args, **kwargs)
+        replica = _context.current().replica
+        return carry if replica is None else replica.own(carry)
+
+    return type(kind)(kind.__name__, (kind,), {"initialize_carry": initialize_carry})
 
 
 def _hint(variable: Any) -> str:

@@ -69,10 +69,11 @@ def _reduced(op: ReduceOp, gradients: Any) -> Any:
     communicator = context.replica.communicator
     leaves, structure = jax.tree.flatten(gradients)
     varying = [index for index, leaf in enumerate(leaves) if communicator.is_own(leaf)]
-    if not varying:
-        return gradients
-    with jax.named_scope(f"mirrored.gradients_{op.name.lower()}"):
-        results = reduce_gradients([leaves[index] for index in varying], op, communicator)
-    for index, result in zip(varying, results, strict=True):
-        leaves[index] = result
-    return structure.unflatten(leaves)
+    if varying:
+        with jax.named_scope(f"mirrored.gradients_{op.name.lower()}"):
+            results = reduce_gradients([leaves[index] for index in varying], op, communicator)
+        for index, result in zip(varying, results, strict=True):
+            leaves[index] = result
+    # Parameters and state in here belong to the replica. Where a transformation chooses with
+    # lax.cond (apply_if_finite), both branches must have one type: the gradients join them.
+    return structure.unflatten([communicator.own(leaf) for leaf in leaves])
