@@ -89,7 +89,9 @@ def _described(name: str, thing: Any) -> Iterator[str]:
 def _signature(thing: Any) -> str:
     signature = inspect.signature(thing)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    # Functions among the defaults are shown with where they are in memory.
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 if __name__ == "__main__":
