@@ -12,6 +12,7 @@ import keras
 
 from mirrored._parameter_server import ParameterServerStrategy
 from mirrored.keras import _private, _scope
+from mirrored.keras._backup import backup_among
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
 from mirrored.keras._pass import Pass
@@ -69,16 +70,19 @@ def fit(
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     interrupts = Interrupts()
     epoch_pass = make_pass(model, "train", strategy, source, callbacks, interrupts)
+    backup = backup_among(callbacks)
     model.stop_training = False
     finished = False
     epoch_logs: dict[str, Any] = {}
     with interrupts.watched():
         callbacks.on_train_begin()
         try:
-            for epoch in range(_private.first_epoch(model, initial_epoch), epochs):
+            first = _private.first_epoch(model, initial_epoch)
+            for epoch in range(first, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
-                epoch_logs = dict(epoch_pass.run())
+                skipped = backup.enter(source, first_here=epoch == first) if backup else 0
+                epoch_logs = dict(epoch_pass.run(backup, skipped))
                 if validation_data is not None and _private.should_evaluate(
                     model, epoch, validation_freq
                 ):
@@ -90,6 +94,8 @@ def fit(
                         callbacks,
                     )
                 callbacks.on_epoch_end(epoch, epoch_logs)
+                if backup is not None:
+                    backup.leave(epoch)
                 if model.stop_training:
                     break
             finished = True
