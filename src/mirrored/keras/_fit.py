@@ -51,6 +51,7 @@ def fit(
         x, y, sample_weight, validation_data = _private.split_validation(
             (x, y, sample_weight), validation_split
         )
+    validation = None if validation_data is None else _private.unpack(validation_data)
     source: Any = None
     if callable(x) and is_served(strategy):
         source = WorkerData(x, steps_per_epoch, strategy.worker_count)
@@ -83,12 +84,12 @@ def fit(
                 callbacks.on_epoch_begin(epoch)
                 skipped = backup.enter(source, first_here=epoch == first) if backup else 0
                 epoch_logs = dict(epoch_pass.run(backup, skipped))
-                if validation_data is not None and _private.should_evaluate(
+                if validation is not None and _private.should_evaluate(
                     model, epoch, validation_freq
                 ):
                     epoch_logs |= _validate(
                         model,
-                        validation_data,
+                        validation,
                         validation_batch_size or batch_size,
                         validation_steps,
                         callbacks,
@@ -109,9 +110,13 @@ def fit(
 
 
 def _validate(
-    model: Any, data: Any, batch_size: int | None, steps: int | None, callbacks: Any
+    model: Any,
+    data: tuple[Any, Any, Any],
+    batch_size: int | None,
+    steps: int | None,
+    callbacks: Any,
 ) -> dict[str, Any]:
-    x, y, sample_weight = _private.unpack(data)
+    x, y, sample_weight = data
     if _private.cached_evaluation(model) is None:
         source = Source(
             x=x,
