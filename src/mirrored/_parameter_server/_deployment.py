@@ -139,6 +139,11 @@ class Deployment:
             for server in range(1, self.server_count):
                 self.engine.control(server, "close", closed)
 
+    def set_number(self, optimizer: OptimizerSpec, path: str, value: Any) -> None:
+        """Sets a number in an optimizer's state on all servers: its learning rate, say."""
+        for server in range(self.server_count):
+            self.engine.control(server, "number", optimizer.number, path, value)
+
     # --- faults ------------------------------------------------------------------
 
     def dead_servers(self) -> list[int]:

@@ -42,7 +42,12 @@ class Rounds:
     ) -> None:
         """Keeps what a worker sent; what it sent before for this round is replaced."""
         if round_number > self._taken:
-            self._offers.setdefault(round_number, {})[lease] = _Offer(identity, updates, arrays)
+            self._offers.setdefault(round_number, {})[lease] = _Offer(
+                # The list is the asker's, who may empty it; the arrays stay.
+                identity,
+                updates,
+                list(arrays),
+            )
 
     def take(
         self,

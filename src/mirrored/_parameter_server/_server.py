@@ -7,8 +7,9 @@ arrays lie is in ``_store`` and ``_tables``, how they change in ``_updates``.
 Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values; ``pull``
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
-``optimizer`` (number, rule, variable names), ``table`` (piece, a function of a range of
-rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``, ``save``, ``restore``.
+``optimizer`` (number, rule), ``number`` (optimizer, path, value), ``table`` (piece, a
+function of a range of rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``,
+``save``, ``restore``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Server:
         # By the optimizer's number: its rule, and the names of all its variables.
         self.rules: dict[int, Rule] = {}
         self.updates: dict[int, DenseUpdate] = {}
+        # Numbers in optimizers' states that were set, by the path of each.
+        self._numbers: dict[int, dict[str, Any]] = {}
         self.applied = Applied()
         self._turns = Turns(spec.staleness, patience)
         self._rounds = Rounds()
@@ -70,6 +73,7 @@ class Server:
         }
         self._controls: dict[str, Callable[..., Any]] = {
             "optimizer": self._set_optimizer,
+            "number": self._set_number,
             "table": self._create_table,
             "pieces": self._expect_pieces,
             "end_lease": self._end_lease,
@@ -164,6 +168,15 @@ class Server:
     def _set_optimizer(self, number: int, rule: Rule) -> None:
         self.rules.setdefault(number, rule)
 
+    def _set_number(self, number: int, path: str, value: Any) -> None:
+        """Sets a number in an optimizer's state, its learning rate say, on this server."""
+        self._numbers.setdefault(number, {})[path] = value
+        if number in self.updates:
+            self.updates[number].set_number(path, value)
+        for table in self.tables.values():
+            if number in table.optimizers:
+                table.optimizers[number].set_number(path, value)
+
     def _push(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
         self._check_lease(fields["lease"])
@@ -211,7 +224,8 @@ class Server:
             elif kind == "rows":
                 count = 2
                 rule = self._rule(update["optimizer"])
-                self._table(update["table"]).update(update["optimizer"], rule, *rest[:2])
+                number, table = update["optimizer"], self._table(update["table"])
+                table.update(number, rule, rest[0], rest[1], self._numbers.get(number, {}))
             elif kind == "set_rows":
                 count = 2
                 self._table(update["table"]).write(*rest[:2])
@@ -238,6 +252,8 @@ class Server:
             found = self.updates[number] = DenseUpdate(
                 self._rule(number), self.store, lists, whole=update["whole"]
             )
+            for path, value in self._numbers.get(number, {}).items():
+                found.set_number(path, value)
         if found.lists != lists:
             raise ServerError(
                 fact=f"optimizer {found.rule.name!r} keeps state for pieces {found.lists} on "

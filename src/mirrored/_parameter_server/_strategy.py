@@ -158,10 +158,6 @@ class ParameterServerStrategy(ServerStrategy):
         self._home.recover = recover
         self._home.wait_until_redone = wait_until_redone
 
-    def optimizer_on_servers(self, optimizer: Any, rule: Rule) -> None:
-        """Takes in an optimizer of another library; for the library's own modules."""
-        self._home.know_optimizer(optimizer, self._deployment.add_optimizer(rule.name, rule))
-
     def close(self) -> None:
         """Ends all workers and servers."""
         self._finalizer()
@@ -218,7 +214,8 @@ class CoordinatorHome(ServerHome):
 
     def adopt_optimizer(self, optimizer: Any, tx: Any) -> None:
         self._refuse_worker(f"optimizer {optimizer.name!r}")
-        rule = OptaxRule(tx, optimizer.name)
+        # The optimizer of another library is given as a rule.
+        rule = tx if isinstance(tx, Rule) else OptaxRule(tx, optimizer.name)
         self.know_optimizer(optimizer, self._deployment.add_optimizer(optimizer.name, rule))
 
     def read(self, variable: Any) -> Any:
