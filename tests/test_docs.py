@@ -63,11 +63,13 @@ def test_every_public_callable_has_an_example():
         "Partitioner",
         "PerWorkerDataset",
         "PerWorkerValues",
+        "ServerStatus",
         "Staleness",
         "Strategy",
         "ValueContext",
         "VariableAggregation",
         "VariableSynchronization",
+        "WorkerStatus",
     }
 
 

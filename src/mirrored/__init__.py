@@ -38,6 +38,7 @@ from mirrored._objects import add_adapter as _add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._parameter_server import (
     ClusterCoordinator,
+    ClusterStatus,
     EmbeddingTable,
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -47,7 +48,9 @@ from mirrored._parameter_server import (
     PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
+    ServerStatus,
     Staleness,
+    WorkerStatus,
     bounded,
     current_worker_index,
 )
@@ -82,6 +85,7 @@ __all__ = [
     "Cluster",
     "ClusterCoordinator",
     "ClusterError",
+    "ClusterStatus",
     "ContextError",
     "DataError",
     "DeviceError",
@@ -113,6 +117,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "ServerError",
+    "ServerStatus",
     "ShapeError",
     "Staleness",
     "Strategy",
@@ -123,6 +128,7 @@ __all__ = [
     "VariableError",
     "VariableSynchronization",
     "WorkerError",
+    "WorkerStatus",
     "__version__",
     "accumulated_value_and_grad",
     "as_mirrored",
