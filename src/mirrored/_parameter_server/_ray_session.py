@@ -98,6 +98,8 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
+            # Ray lets its workers give way to everything else; here they are the program.
+            "_system_config": {"worker_niceness": 0},
         }
     else:
         arguments["address"] = address
