@@ -1,18 +1,19 @@
 # Needs Python >= 3.11, pip and make; everything else goes into .venv.
-# `make setup PYTHON=/path/to/python3.12` chooses the Python; ARGS goes to pytest or to the lock.
+# `make setup PYTHON=/path/to/python3.12` chooses the Python; ARGS goes to what a target runs.
 
 PYTHON ?=
 ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos format docs docs-serve api lock clean
+.PHONY: help setup demo test check chaos bench format docs docs-serve api lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
 	@echo "make test    all checks, then all tests; ARGS='-k name' goes to pytest"
 	@echo "make check   ruff, format, pyright and the layers"
 	@echo "make chaos   50 seeded runs whose workers are killed, stopped and preempted (20 minutes)"
+	@echo "make bench   benchmarks beside TensorFlow, PyTorch and JAX; ARGS='--only nnx' (25 minutes)"
 	@echo "make format  let ruff format the files and mend what it can"
 	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
 	@echo "make api     write the snapshot of the public API anew"
@@ -34,6 +35,9 @@ test: check
 
 chaos: setup
 	@$(VENV_PYTHON) tests/multiprocess/chaos.py $(ARGS)
+
+bench: setup
+	@$(VENV_PYTHON) benchmarks/run.py $(ARGS)
 
 format: setup
 	@$(VENV_PYTHON) -m ruff check --quiet --fix . ; $(VENV_PYTHON) -m ruff format .

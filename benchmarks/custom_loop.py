@@ -10,9 +10,11 @@ PyTorch's replicas are processes (Gloo), TensorFlow's and JAX's are devices of o
 from __future__ import annotations
 
 import os
+import statistics
 from typing import Any
 
 import driver
+import torch_replica
 import workloads
 
 TOLERANCE = 1e-4
@@ -213,28 +215,14 @@ def torch_step() -> Any:
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(initial.T))
         model.bias.zero_()
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=workloads.LEARNING_RATE)
-    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=workloads.LEARNING_RATE)
     rows = workloads.LOOP_BATCH // replicas
     own = slice(rank * rows, (rank + 1) * rows)
     batches = [
         (torch.from_numpy(x[own].copy()), torch.from_numpy(y[own].argmax(-1)))
         for x, y in zip(images, labels)
     ]
-    position = -1
-
-    def call():
-        nonlocal position
-        position = (position + 1) % len(batches)
-        x, y = batches[position]
-        optimizer.zero_grad()
-        loss = criterion(parallel(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return call
+    return torch_replica.ddp_step(model, optimizer, batches)
 
 
 def serve_torch(replicas: int) -> None:
@@ -258,7 +246,7 @@ CONTENDERS = {
 
 
 def main() -> None:
-    given = driver.options(__doc__, rounds=11, steps=400, peers=("tensorflow", "torch"))
+    given = driver.options(__doc__, rounds=21, steps=400, peers=("tensorflow", "torch"))
     if given.serve:
         SERVERS[given.serve[0]](int(given.serve[1]))
         return
@@ -268,12 +256,21 @@ def main() -> None:
         with driver.start(__file__, given.pythons, replicas, counts=counts) as started:
             runners = {name: started[peer] for name, peer in CONTENDERS.items() if peer in started}
             case = driver.measure(
-                f"{replicas} replicas",
+                f"R = {replicas}",
                 runners,
                 losses=workloads.LOOP_BATCHES * 2 - 1,
                 tolerance=TOLERANCE,
                 rounds=given.rounds,
                 steps=given.steps,
+            )
+            # What the calls alone take, with idle devices.
+            ours, base, *_ = runners
+            calls = driver.single_rounds(
+                {name: runners[name] for name in (ours, base)}, given.rounds, given.steps
+            )
+            case["ratios"][f"{ours} / {base}, host"] = driver.ratio(calls, ours, base)
+            case["contenders"][ours]["extra_host_us"] = statistics.median(
+                a - b for a, b in zip(calls[ours]["rounds"], calls[base]["rounds"])
             )
             versions = {peer: process.versions for peer, process in started.items()}
         cases.append(case)

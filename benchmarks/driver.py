@@ -1,10 +1,10 @@
 """Contenders in processes of their own, driven in turn: the frame of all benchmarks.
 
-Owns how a contender is asked (a line of JSON, answered by a line of JSON), how rounds alternate
-and what a ratio is. A script of a contender calls ``serve``; a benchmark starts it as a
-``Process`` and calls ``check_losses`` and ``time_rounds``, or ``measure`` for both. Nothing here
-needs more than Python, so that it runs in every peer's environment. The form of a result is in
-``results``.
+Owns how processes are started and asked (a line of JSON, answered by a line of JSON) and how
+rounds alternate. A script of a contender calls ``serve``; a benchmark starts it as a ``Process``
+and calls ``check_losses`` and ``time_rounds``, or ``measure`` for both. What is answered is in
+``serving``, the form of a result in ``results``. None of them needs more than Python, so that they
+run in every peer's environment.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import select
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from results import machine, ratio, show, spread, versions, write_result
+from serving import serve
 
 __all__ = [
     "ContenderError",
@@ -53,89 +51,6 @@ PATIENCE = 300
 
 class ContenderError(RuntimeError):
     """A contender said that a request failed, or ended, or does not answer."""
-
-
-# --- in the contender's process ---------------------------------------------------------------
-
-
-def serve(
-    make: Callable[[str], Callable[[], Any]],
-    wait: Callable[[Any], Any],
-    more: Mapping[str, Callable[[Any], dict[str, Any]]] | None = None,
-) -> None:
-    """Answers requests from standard input until it is closed.
-
-    - ``{"make": name}``: ``make(name)`` gives a step, a function of no arguments that returns the
-      loss; it is called once. Answers with ``seconds`` and ``loss``.
-    - ``{"losses": n, "of": name}``: the losses of n further steps.
-    - ``{"time": n, "of": name}``: microseconds a step of n further steps: ``wall`` until the last
-      loss is there, ``host`` until the last call has returned, ``thread`` the processor time of
-      the calling thread. One step goes before, unless ``"warm": 0`` says otherwise.
-    - ``{"single": n, "of": name}``: medians over n steps, each waited for: ``host`` of the call
-      alone and ``thread`` of the call alone.
-    - ``{"drop": name}``: forgets a step.
-    - ``{"memory": 1}``: the most memory the process ever had, in bytes.
-    - ``{key: value}`` of a key in ``more``: what ``more[key](value)`` returns.
-    """
-    # Libraries print to standard output; the answers keep the real one to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    made: dict[str, Callable[[], Any]] = {}
-    say({"versions": versions()})
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if "make" in request:
-                start = time.perf_counter()
-                step = made[request["make"]] = make(request["make"])
-                loss = float(step())
-                say({"seconds": time.perf_counter() - start, "loss": loss})
-            elif more and (known := more.keys() & request.keys()):
-                (key,) = known
-                say(more[key](request[key]))
-            elif "memory" in request:
-                say({"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
-            elif "drop" in request:
-                del made[request["drop"]]
-                say({})
-            else:
-                say(_trained(request, made[request["of"]], wait))
-        except Exception as error:  # noqa: BLE001 -- told to whoever asked; others go on
-            traceback.print_exc()
-            say({"error": f"{type(error).__name__}: {str(error)[:500]}"})
-
-
-def _trained(request: dict[str, Any], step: Any, wait: Any) -> dict[str, Any]:
-    if "losses" in request:
-        return {"losses": [float(step()) for _ in range(request["losses"])]}
-    if "single" in request:
-        hosts, threads = [], []
-        for _ in range(request["single"]):
-            worked, start = time.thread_time(), time.perf_counter()
-            result = step()
-            hosts.append((time.perf_counter() - start) * 1e6)
-            threads.append((time.thread_time() - worked) * 1e6)
-            wait(result)
-        return {"host": statistics.median(hosts), "thread": statistics.median(threads)}
-    count = request["time"]
-    for _ in range(request.get("warm", 1)):
-        wait(step())
-    worked, start = time.thread_time(), time.perf_counter()
-    for _ in range(count):
-        result = step()
-    returned, work = time.perf_counter(), time.thread_time() - worked
-    wait(result)
-    scale = 1e6 / count
-    wall = (time.perf_counter() - start) * scale
-    return {"wall": wall, "host": (returned - start) * scale, "thread": work * scale}
-
-
-# --- in the benchmark's process ---------------------------------------------------------------
 
 
 class Process:
@@ -197,8 +112,9 @@ class Process:
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._received:
             if not select.select([pipe], [], [], self._patience)[0]:
+                failure = self._failure(f"did not answer for {self._patience:g} s")
                 self.end()
-                raise self._failure(f"did not answer for {self._patience:.0f} s")
+                raise failure
             more = os.read(pipe, 65536)
             if not more:
                 raise self._failure(f"ended with {self._process.wait()}")
@@ -216,6 +132,9 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._said):
+            assert file is not None
+            file.close()
 
 
 class Group(Process):

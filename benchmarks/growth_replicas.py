@@ -249,7 +249,7 @@ def measure(replicas: int, given: Any, with_tensorflow: bool) -> Any:
             found[f"{OURS} / {TENSORFLOW}, {what}"] = (
                 contenders[OURS][key] / contenders[TENSORFLOW][key]
             )
-    return {"name": f"{replicas} replicas", "contenders": contenders, "ratios": found}, versions
+    return {"name": f"R = {replicas}", "contenders": contenders, "ratios": found}, versions
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def measure(count: int, replicas: int, started: Any, given: Any) -> dict[str, An
         for base in contenders
         if base != OURS
     }
-    name = f"{count} variables, {replicas} replicas"
+    name = f"{count} variables, R = {replicas}"
     return {"name": name, "contenders": contenders, "ratios": found}
 
 

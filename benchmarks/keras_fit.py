@@ -249,7 +249,7 @@ def main() -> None:
                 if peer in started and not (model == "cnn" and "hand" in name)
             }
             case = driver.measure(
-                f"{model}, {devices} replicas",
+                f"{model}, R = {devices}",
                 runners,
                 losses=1,
                 tolerance=TOLERANCE,

@@ -135,7 +135,7 @@ def main():
     for replicas in (2,) if given.small else (2, 8):
         with driver.start(__file__, given.pythons, replicas) as started:
             case = driver.measure(
-                f"{replicas} replicas",
+                f"R = {replicas}",
                 dict.fromkeys(CONTENDERS, started["jax"]),
                 losses=4,
                 tolerance=1e-5,

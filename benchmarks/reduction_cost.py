@@ -90,7 +90,7 @@ def main():
         with driver.start(__file__, given.pythons, replicas) as started:
             process = started["jax"]
             case = driver.measure(
-                f"{replicas} replicas",
+                f"R = {replicas}",
                 dict.fromkeys(CONTENDERS, process),
                 losses=2,
                 tolerance=2e-3,

@@ -33,6 +33,8 @@ PACKAGES = (
     "torchvision",
     "ray",
 )
+# Read when a benchmark starts.
+_LOAD = os.getloadavg()[0]
 # What may get worse by so much is not worth a word; a single reading is less certain.
 WORSE, WORSE_ONCE = 1.05, 1.25
 
@@ -105,6 +107,8 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory": f"{memory:.0f} GiB",
         "system": platform.system(),
+        # Of the last minute, without what is measured: it should be close to nothing.
+        "load": round(_LOAD, 1),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import driver
 import numpy as np
+import torch_replica
 
 WORKERS = 2
 BATCH = 64
@@ -90,9 +91,7 @@ def serve_torch():
         for layer, weights in zip((model[0], model[2]), initial):
             layer.weight.copy_(torch.from_numpy(weights.T))
             layer.bias.zero_()
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
-    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     rows = BATCH // WORKERS
     batches = []
     for number in range(BATCHES):
@@ -104,18 +103,7 @@ def serve_torch():
             )
         )
 
-    position = -1
-
-    def step():
-        nonlocal position
-        position = (position + 1) % BATCHES
-        x, y = batches[position]
-        optimizer.zero_grad()
-        loss = criterion(parallel(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = torch_replica.ddp_step(model, optimizer, batches)
     driver.serve(lambda name: step, lambda loss: None)
 
 

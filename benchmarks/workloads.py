@@ -58,19 +58,6 @@ def variable_values(count: int) -> list[np.ndarray]:
 
 FASHION_BATCH = 128
 FASHION_FILTERS = (16, 32, 64)
-FASHION_FOLDERS = ("/usr/share/dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist")
-
-
-def fashion_folder(given: str | None) -> pathlib.Path:
-    """Finds the four files of Fashion-MNIST (Debian: apt install dataset-fashion-mnist)."""
-    for folder in [given] if given else FASHION_FOLDERS:
-        if (pathlib.Path(folder) / "train-images-idx3-ubyte.gz").exists():
-            return pathlib.Path(folder)
-    raise SystemExit(
-        "Fashion-MNIST is not here; expected train-images-idx3-ubyte.gz and its three companions "
-        f"in one of {', '.join([given] if given else FASHION_FOLDERS)}.\n"
-        "hint: on Debian, apt install dataset-fashion-mnist; else name its folder with --data."
-    )
 
 
 def fashion_data(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -89,6 +76,14 @@ def fashion_data(folder: pathlib.Path) -> tuple[np.ndarray, np.ndarray, np.ndarr
         images("t10k-images-idx3-ubyte.gz"),
         read("t10k-labels-idx1-ubyte.gz", 8).astype("i4"),
     )
+
+
+def fashion_drawn(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Drawn images in the same form, to try a script."""
+    generator = np.random.default_rng(0)
+    images = generator.random((2 * rows, 28, 28, 1), dtype="f4")
+    labels = generator.integers(0, 10, 2 * rows).astype("i4")
+    return images[:rows], labels[:rows], images[rows:], labels[rows:]
 
 
 def fashion_order(rows: int, epoch: int) -> np.ndarray:

@@ -90,7 +90,7 @@ def _signature(thing: Any) -> str:
     signature = inspect.signature(thing)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    # Functions among the defaults are shown with where they are in memory.
+    # A function as a default shows where it lies, which is another place in every process.
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 

@@ -66,8 +66,9 @@ def test_batches_from_an_iterable_are_split_alike(replicas, count, size, expecte
 @pytest.mark.conformance(42)
 def test_the_end_is_the_end_again_and_again(two):
     for prefetch in (0, 2):
-        iterator = iter(two.distribute_dataset(np.arange(4), 4, prefetch=prefetch))
+        iterator = iter(two.distribute_dataset(np.arange(8), 4, prefetch=prefetch))
         next(iterator)
+        assert two.gather(iterator.get_next(), axis=0).tolist() == [4, 5, 6, 7]
         for _ in range(3):
             with pytest.raises(StopIteration):
                 next(iterator)

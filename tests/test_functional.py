@@ -224,7 +224,7 @@ def rebound(function, names):
 
 
 def through_ref(w, x):
-    ref = jax.new_ref(jnp.zeros(()))
+    ref = jax.new_ref(mirrored.get_replica_context().own(jnp.zeros(())))
     ref[...] = ref[...] + x
     return w + ref[...]
 

@@ -298,6 +298,64 @@ def test_check_finite_names_the_variable_and_skips_the_update(two):
     with pytest.raises(mirrored.NonFiniteError, match=r"\['x'\]"):
         two.check_finite({"x": jnp.array([1.0, jnp.inf]), "y": jnp.ones(2)})
     two.check_finite([good, bad, PerReplica([1.0, 2.0])])
+    two.check_finite({"a": PerReplica([np.ones(2), np.ones(3)]), "b": None, "c": "x", "d": 3})
+    for hole in (
+        float("nan"),
+        PerReplica([1.0, float("inf")]),
+        PerReplica([np.ones(2), np.full(3, np.nan)]),
+        jnp.array([1.0, jnp.nan], jnp.bfloat16),
+    ):
+        with pytest.raises(mirrored.NonFiniteError, match=r"\['hole'\]"):
+            two.check_finite({"fine": 1.0, "hole": hole})
+
+
+def test_check_finite_inside_a_program(two):
+    with two.scope():
+        v = mirrored.Variable([1.0, 2.0], name="v")
+        parts = mirrored.Variable([1.0, 2.0], name="parts", synchronization="on_read")
+
+    @mirrored.function
+    def step(x):
+        two.run(lambda x: parts.assign_add(x), (x,))
+        two.check_finite({"x": x, "v": v, "parts": parts})
+        v.assign(v * x)
+        two.check_finite(v)
+
+    step(np.ones(2, "f"))
+    with pytest.raises(mirrored.NonFiniteError, match="'v'"):
+        step(np.full(2, 3e38, "f"))
+    v.assign([1.0, 1.0])
+    with pytest.raises(mirrored.NonFiniteError, match="'parts'"):
+        step(np.full(2, 3e38, "f"))
+    assert step.trace_count == 1
+    with pytest.raises(RuntimeError, match=r"mirrored\.function"):
+        jax.jit(lambda x: two.check_finite(x))(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"communication_dtype": jnp.float16},
+        {"communication_dtype": jnp.float32},
+        {"reduction": "reproducible"},
+        {"shard_state": True},
+        {"shard_state": True, "communication_dtype": jnp.float32},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_the_mean_of_half_gradients_does_not_overflow(options):
+    strategy = make_strategy(4)
+    with strategy.scope():
+        w = mirrored.Variable(jnp.ones(3, jnp.float16), name="w")
+        optimizer = mirrored.Optimizer(optax.sgd(1e-4), **options)
+
+    def replica_function(x):
+        gradient = jax.grad(lambda w: (w * x).sum())(w.value)
+        optimizer.apply_gradients([(gradient, w)])
+
+    strategy.run(replica_function, (np.full(3, 40000, "float16"),))
+    np.testing.assert_allclose(w.numpy(), [-3.0] * 3, rtol=2e-3)
 
 
 def test_sparse_gradients_reach_the_optimizer(two):

@@ -129,6 +129,9 @@ def test_gather(two):
     assert two.gather(PerReplica([[1, 2], [3]]), axis=0).tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match=r"\(1, 2\) \| \(1, 3\)"):
         two.gather(PerReplica([np.ones((1, 2)), np.ones((1, 3))]), axis=0)
+    for axis in (None, "0", 2):
+        with pytest.raises(ValueError, match="gather"):
+            two.gather(PerReplica([[1], [2]]), axis=axis)
     wide = two.gather(PerReplica([np.zeros((2, 1)), np.ones((2, 3))]), axis=1)
     assert wide.tolist() == [[0, 1, 1, 1]] * 2
     even = two.gather(PerReplica([[[1], [2]], [[3], [4]]]), axis=-1)
@@ -163,6 +166,42 @@ def test_sparse_rows(two):
     dense, rows = two.run(replica_function, (values, PerReplica([[1, 5], [1, 3]])))
     assert dense.tolist() == total.tolist()
     assert two.reduce("mean", rows).to_dense().tolist() == mean.tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_the_mean_of_half_floats_does_not_overflow(replicas):
+    strategy = make_strategy(replicas)
+    value = PerReplica([np.full(3, 40000, "float16")] * replicas)
+
+    def replica_function(x):
+        context = mirrored.get_replica_context()
+        merged = context.merge_call(lambda s, v: s.reduce("mean", v), (x,))
+        return context.all_reduce("mean", x), merged
+
+    results = [strategy.reduce("mean", value, axis=axis) for axis in (None, 0, (0,))]
+    for result in [*results, *strategy.run(replica_function, (value,))]:
+        assert result.dtype == jnp.float16
+        assert np.asarray(result).ravel().tolist() == [40000.0] * result.size
+    ragged = PerReplica([np.full((2, r + 1), 40000, "float16") for r in range(replicas)])
+    assert strategy.reduce("mean", ragged, axis=1).tolist() == [40000.0] * 2
+
+
+@pytest.mark.parametrize("op", ["mean", "min", "max"])
+def test_nothing_at_all_has_no_mean_and_no_extreme(two, op):
+    with pytest.raises(ValueError, match=f"{op} of a value without any element"):
+        two.reduce(op, PerReplica([np.zeros((0, 2), "f")] * 2), axis=0)
+    with pytest.raises(ValueError, match=f"{op} of a value without any element"):
+        two.reduce(op, PerReplica([np.zeros((0, 2)), np.zeros((0, 3))]), axis=(0, 1))
+    some = PerReplica([np.zeros((2, 0), "f"), np.full((2, 3), -1.0, "f")])
+    assert two.reduce(op, some, axis=1).tolist() == [-1.0, -1.0]
+
+
+def test_extremes_keep_the_dtype(two):
+    for dtype in ("bool", "int8", "float16", "bfloat16"):
+        value = PerReplica([jnp.zeros(2, dtype), jnp.ones(2, dtype)])
+        result = two.reduce("max", value)
+        assert result.dtype == jnp.dtype(dtype)
+        assert result.tolist() == [1, 1]
 
 
 def test_values_of_one_strategy_do_not_fit_another(two):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +165,60 @@ def test_arithmetic_and_conversion(two):
     assert v[0].item() == 1.0
     assert len({v: 1, w: 2}) == 2
     assert "v" in repr(v)
+
+
+def test_numpys_functions_take_it_for_an_array(two):
+    with two.scope():
+        v = mirrored.Variable([1.0, 2.0], name="v")
+    assert np.sum(v) == 3.0
+    assert np.mean(v) == 1.5
+    assert np.maximum(np.array([5.0, 0.0]), v).tolist() == [5.0, 2.0]
+    # Operators stay the variable's own, so that they work while a program is traced.
+    assert isinstance(np.ones(2, "f") + v, jax.Array)
+    assert isinstance(np.float32(2) * v, jax.Array)
+    result = two.run(lambda x: np.float32(2) * v + np.ones(2, "f") * v + x, (1.0,))
+    assert [part.tolist() for part in two.local_results(result)] == [[4.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"],
+)
+def test_in_place_operators_are_refused(two, change):
+    with two.scope():
+        v = mirrored.Variable([1.0, 2.0], name="v")
+    with pytest.raises(TypeError, match=r"'v'.*(?s:.)*hint: write variable\.assign"):
+        getattr(operator, change)(v, 2.0)
+    assert v.numpy().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.conformance(37)
+def test_a_key_in_a_variable_differs_per_replica(two):
+    with two.scope():
+        key = mirrored.Variable(jax.random.key(3), name="key")
+
+    def draw():
+        number = jax.random.uniform(key.value)
+        context = mirrored.get_replica_context()
+        context.merge_call(lambda _: key.assign(jax.random.split(key.value)[0]))
+        return number
+
+    step = mirrored.function(lambda: two.run(draw))
+    numbers = [[float(part) for part in two.local_results(step())] for _ in range(2)]
+    assert len({*numbers[0], *numbers[1]}) == 4
+    key.assign(jax.random.key(3))
+    again = [[float(part) for part in two.local_results(step())] for _ in range(2)]
+    assert again == numbers
+    # It is the same as handing the key in.
+    handed = two.run(jax.random.uniform, (jax.random.key(3),))
+    assert [float(part) for part in two.local_results(handed)] == numbers[0]
+    with pytest.raises(mirrored.VariableError, match="differ between replicas"):
+        two.run(lambda: key.assign(jax.random.split(key.value)[0]))
+    with pytest.raises(mirrored.VariableError, match="'key'"):
+        key.assign(np.ones(2, "uint32")[0])
+    for refused in ({"synchronization": "on_read"}, {"aggregation": "sum"}):
+        with two.scope(), pytest.raises(mirrored.VariableError, match=r"'k'.*random key"):
+            mirrored.Variable(jax.random.key(3), name="k", **refused)
 
 
 def test_shapes_and_dtypes_are_checked(two):

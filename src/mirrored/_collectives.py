@@ -30,6 +30,8 @@ class Communicator(abc.ABC):
     """How one replica reaches the others."""
 
     replica_count: int
+    # Whether is_own answers by types, rather than by comparing the replicas' values.
+    is_typed = True
 
     @property
     @abc.abstractmethod
@@ -173,6 +175,13 @@ def to_varying(value: Any) -> Any:
     return lax.pcast(value, _AXIS, to="varying")
 
 
+def fold_in_replica(key: Any, communicator: Communicator) -> Any:
+    """Makes this replica's key of one that all replicas share."""
+    # The tag keeps a replica's stream apart from a user's own fold_in(key, small number).
+    tagged = jax.random.fold_in(communicator.own(key), 0x6D697272)
+    return jax.random.fold_in(tagged, communicator.replica_id)
+
+
 def all_reduce(op: ReduceOp, nest: Any, communicator: Communicator) -> Any:
     """Reduces each leaf elementwise over the replicas; the result is the same on all."""
     leaves, structure = jax.tree.flatten(nest)
@@ -225,7 +234,11 @@ def reduce_components(
             _local_extreme(op, value, count, axis)
             for (value, count), axis in zip(components, axes, strict=True)
         ]
-        return communicator.extreme(op, extremes)
+        results = communicator.extreme(op, extremes)
+        return [
+            result.astype(value.dtype)
+            for result, (value, _) in zip(results, components, strict=True)
+        ]
     sums = [
         _local_sum(op, value, count, axis)
         for (value, count), axis in zip(components, axes, strict=True)
@@ -259,12 +272,17 @@ def _rows(count: Any, axis: Axes | None) -> bool:
 
 def _divide(total: Any, elements: Any) -> Any:
     if isinstance(elements, int) and elements == 0:
-        raise ShapeError(
-            fact="the mean of a value without any element was asked for.",
-            expected="at least one element on one replica.",
-            hint="leave empty batches out.",
-        )
+        raise no_element(what="the mean")
     return total / elements
+
+
+def no_element(*, what: str) -> ShapeError:
+    """The error for a reduction that has nothing to reduce."""
+    return ShapeError(
+        fact=f"{what} of a value without any element was asked for.",
+        expected="at least one element on one replica.",
+        hint="leave empty batches out.",
+    )
 
 
 def _real_rows(value: Any, count: Any) -> Any:
@@ -277,7 +295,9 @@ def _local_sum(op: ReduceOp, value: Any, count: Any, axis: Axes | None) -> Any:
     if count is not None:
         value = jnp.where(_real_rows(value, count), value, jnp.zeros_like(value))
     if axis is None:
-        return value
+        # The sum of half floats may be infinite although their mean is one of them.
+        narrow = op is ReduceOp.MEAN and value.dtype == jnp.float16
+        return value.astype(jnp.float32) if narrow else value
     # Half floats are summed in float32, as one device sums a whole batch;
     # integers keep their dtype, as tf.distribute's do.
     wide = (
@@ -301,4 +321,6 @@ def _local_extreme(op: ReduceOp, value: Any, count: Any, axis: Axes | None) -> A
         value = jnp.where(_real_rows(value, count), value, neutral)
     if axis is None:
         return value
+    if any(value.shape[index] == 0 for index in axis):
+        raise no_element(what=f"the {op.name.lower()}")
     return (jnp.min if least else jnp.max)(value, axis=axis, initial=neutral)

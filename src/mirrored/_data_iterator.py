@@ -146,6 +146,10 @@ class DistributedIterator(Iterator[Any]):
         position.batch += 1
         return batch
 
+    def get_next(self) -> Any:
+        """The same as ``next(iterator)``, as tf.distribute spells it."""
+        return next(self)
+
     def _open(self) -> Items:
         if self._closed:
             raise DataError(

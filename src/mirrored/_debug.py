@@ -18,7 +18,7 @@ import numpy as np
 
 from mirrored import _compat, _context, _objects, _replica
 from mirrored._claims import Claim
-from mirrored._collectives import Communicator
+from mirrored._collectives import Communicator, fold_in_replica
 from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
 from mirrored._program import is_array_like
@@ -121,6 +121,8 @@ class _Turns:
 @final
 class _TakingTurns(Communicator):
     """The communicator of a replica in debug mode."""
+
+    is_typed = False
 
     def __init__(self, turns: _Turns, replica_id: int, placement: Placement) -> None:
         self._turns = turns
@@ -310,7 +312,7 @@ def _leaf_of_replica(leaf: Any, replica_id: int, device: Any, communicators: lis
     if not is_array_like(leaf):
         return leaf
     if _compat.is_typed_key(leaf):
-        return _replica.fold_in_replica(jax.device_put(leaf, device), communicators[replica_id])
+        return fold_in_replica(jax.device_put(leaf, device), communicators[replica_id])
     return jax.device_put(jnp.asarray(leaf), device)
 
 

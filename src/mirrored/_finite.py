@@ -5,33 +5,63 @@ Owns naming the leaf that went bad; who asks for the check is up to others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirrored._errors import NonFiniteError
+from mirrored import _compat, _context
+from mirrored._errors import ContextError, NonFiniteError
 from mirrored._values import PerReplica, is_leaf
 from mirrored._variable import Variable
 
 
 def require_finite(nest: Any) -> None:
-    """Raises NonFiniteError if a leaf of ``nest`` holds a NaN or an infinity."""
+    """Raises NonFiniteError if a leaf of ``nest`` holds a NaN or an infinity.
+
+    Inside a mirrored.function the program looks, and the call of it raises.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(nest, is_leaf=is_leaf)[0]
-    names, arrays = [], []
+    names: list[str] = []
+    arrays: list[Any] = []
     for path, leaf in leaves:
         label = f"the value at {jax.tree_util.keystr(path)}" if path else "the value"
         if isinstance(leaf, Variable):
-            label, leaf = f"variable {leaf.name!r}", leaf.storage
-        if isinstance(leaf, PerReplica):
-            leaf = leaf.stacked if leaf.stacked is not None else np.stack(leaf.components())
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            names.append(label)
-            arrays.append(leaf)
-    if arrays:
-        raise_if_not_finite(names, "check_finite")(np.asarray(_all_finite(arrays)))
+            label = f"variable {leaf.name!r}"
+        found = [part for part in _arrays_of(leaf) if _may_be_infinite(part)]
+        names += [label] * len(found)
+        arrays += found
+    if not arrays:
+        return
+    check = raise_if_not_finite(names, "check_finite")
+    frame = _context.current().frame
+    if frame is not None and not frame.is_concrete:
+        frame.checks.append((finite_flags(arrays), check))
+        return
+    if any(map(_compat.is_traced, arrays)):
+        raise ContextError(
+            fact="check_finite was called inside jax.jit (or another JAX transformation), where "
+            "no value is known yet.",
+            expected="check_finite in mirrored.function, or outside of compiled functions.",
+            hint="replace @jax.jit by @mirrored.function, or check what the function returns.",
+        )
+    check(np.asarray(_all_finite(arrays)))
+
+
+def _arrays_of(leaf: Any) -> Sequence[Any]:
+    if isinstance(leaf, Variable):
+        return [leaf.stored()]
+    if isinstance(leaf, PerReplica):
+        return leaf.components() if leaf.stacked is None else [leaf.stacked]
+    return [leaf]
+
+
+def _may_be_infinite(value: Any) -> bool:
+    if isinstance(value, (float, complex)):
+        return True
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 @jax.jit

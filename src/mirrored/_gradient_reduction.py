@@ -135,11 +135,15 @@ def _reduced_as_asked(
             leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
             for leaf in sent
         ]
+    # In float16 a sum may be infinite although the mean is not, so it is divided first.
+    early = [op is ReduceOp.MEAN and leaf.dtype == jnp.float16 for leaf in sent]
+    sent = [leaf / count if first else leaf for leaf, first in zip(sent, early, strict=True)]
     totals = tree_sums(sent, communicator) if reproducible else communicator.sum(sent)
     results = []
-    for leaf, total in zip(leaves, totals, strict=True):
-        total = total.astype(jnp.asarray(leaf).dtype)
-        results.append(total / count if op is ReduceOp.MEAN else total)
+    for leaf, total, divided in zip(leaves, totals, early, strict=True):
+        if op is ReduceOp.MEAN and not divided:
+            total = total / count
+        results.append(total.astype(jnp.asarray(leaf).dtype))
     return results
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mirrored._errors import ArgumentTypeError
+
 
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
     def method(self: ReadsAsArray, other: Any) -> Any:
@@ -28,12 +30,24 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
     return method
 
 
+def _in_place(sign: str, name: str) -> Any:
+    def method(self: ReadsAsArray, other: Any) -> Any:
+        raise ArgumentTypeError(
+            fact=f"`variable {sign}= value` would leave {self!r} as it is and make the name "
+            "stand for an array.",
+            expected="a write, or a new name for the result.",
+            hint=f"write variable.{name}, or result = variable {sign} value.",
+        )
+
+    return method
+
+
 class ReadsAsArray(abc.ABC):
     """An object that stands for the array its ``read`` returns."""
 
-    # NumPy leaves operators between its arrays and such an object to the object.
+    # NumPy leaves operators between its arrays and such an object to the object, and
+    # takes it for an array in its functions.
     __array_priority__ = 1000
-    __array_ufunc__ = None
 
     @abc.abstractmethod
     def read(self, *, lend: bool = True) -> Any:
@@ -93,5 +107,15 @@ class ReadsAsArray(abc.ABC):
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+
+    __iadd__, __isub__ = _in_place("+", "assign_add(value)"), _in_place("-", "assign_sub(value)")
+    __imul__ = _in_place("*", "assign(variable * value)")
+    __itruediv__ = _in_place("/", "assign(variable / value)")
+    __ifloordiv__ = _in_place("//", "assign(variable // value)")
+    __imod__, __ipow__ = (
+        _in_place("%", "assign(variable % value)"),
+        _in_place("**", "assign(variable ** value)"),
+    )
+    __imatmul__ = _in_place("@", "assign(variable @ value)")
 
     __hash__ = object.__hash__

@@ -22,6 +22,7 @@ from mirrored._collectives import (
     ProgramCommunicator,
     SingleCommunicator,
     as_mean_dtype,
+    no_element,
     reduce_components,
 )
 from mirrored._errors import ArgumentError, ShapeError
@@ -51,7 +52,7 @@ def reduce_nest(placement: Placement, op: ReduceOp, nest: Any, axis: Axes | None
     values = [_ready_to_reduce(placement, leaves[index], axis) for index in split]
     if values:
         arrays = [(value.stacked, value.row_counts) for value in values]
-        axes = [_normalized(axis, value.stacked.ndim - 1) for value in values]
+        axes = [normalized_axes(axis, value.stacked.ndim - 1) for value in values]
         reduced = _reduce_program(placement, op, tuple(axes))(arrays)
         for index, result in zip(split, reduced, strict=True):
             results[index] = result
@@ -117,10 +118,18 @@ def _reduce_ragged(op: ReduceOp, value: PerReplica, axis: Axes | None) -> Any:
     _check_kept_shapes([part.shape for part in parts], axis)
     alone = SingleCommunicator()
     local_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    dtype = as_mean_dtype(parts[0]).dtype
+    if op is ReduceOp.MEAN:
+        # Half floats are added up in float32, here as everywhere.
+        parts = [part.astype(jnp.promote_types(dtype, jnp.float32)) for part in parts]
+    elif op is not ReduceOp.SUM:
+        # Nothing is neither the least nor the greatest.
+        parts = [part for part in parts if part.size]
+        if not parts:
+            raise no_element(what=f"the {op.name.lower()}")
     reduced = []
     for part in parts:
-        part = as_mean_dtype(part) if op is ReduceOp.MEAN else part
-        axes = [_normalized(axis, part.ndim)]
+        axes = [normalized_axes(axis, part.ndim)]
         reduced.append(reduce_components(local_op, [(part, None)], axes, alone)[0])
     stacked = jnp.stack(reduced)
     if op is ReduceOp.MIN:
@@ -131,7 +140,10 @@ def _reduce_ragged(op: ReduceOp, value: PerReplica, axis: Axes | None) -> Any:
     if op is ReduceOp.SUM:
         return total
     kept = max(int(np.prod(total.shape, dtype=int)), 1)
-    return total / (sum(part.size for part in parts) // kept)
+    elements = sum(part.size for part in parts) // kept
+    if not elements:
+        raise no_element(what="the mean")
+    return (total / elements).astype(dtype)
 
 
 def _component_shapes(value: PerReplica) -> list[tuple[int, ...]] | None:
@@ -154,7 +166,8 @@ def _kept_shape(shape: tuple[int, ...], axis: Axes) -> tuple[int, ...]:
     return tuple(size for index, size in enumerate(shape) if index not in reduced)
 
 
-def _normalized(axis: Axes | None, rank: int) -> Axes | None:
+def normalized_axes(axis: Axes | None, rank: int) -> Axes | None:
+    """Makes axes positive and sorted, refusing those a component does not have."""
     if axis is None:
         return None
     for index in axis:
@@ -210,19 +223,24 @@ def gather_nest(placement: Placement, nest: Any, axis: int) -> Any:
     return map_nest(lambda leaf: _gather(placement, leaf, axis), nest)
 
 
+def refuse_plain_gather(value: Any) -> ArgumentError:
+    """The error for a gather of what is the same on every replica."""
+    return ArgumentError(
+        fact=f"gather was given {value!r}, which is not a per-replica value.",
+        expected="a PerReplica value.",
+        hint="a mirrored value is already whole: use it as it is.",
+    )
+
+
 def _gather(placement: Placement, value: Any, axis: int) -> Any:
     if not isinstance(value, PerReplica):
-        raise ArgumentError(
-            fact=f"gather was given {value!r}, which is not a per-replica value.",
-            expected="a PerReplica value.",
-            hint="a mirrored value is already whole: use it as it is.",
-        )
+        raise refuse_plain_gather(value)
     if value.stacked is not None and value.row_counts is None:
-        _check_gather([value.stacked.shape[1:]], axis)
+        check_gather([value.stacked.shape[1:]], axis)
         program = _gather_even(placement, axis % (value.stacked.ndim - 1))
         return program(value.stacked)
     parts = [jnp.asarray(part) for part in _all_components(value)]
-    _check_gather([part.shape for part in parts], axis)
+    check_gather([part.shape for part in parts], axis)
     whole = jnp.concatenate([jax.device_put(part, placement.mirrored) for part in parts], axis)
     return jax.device_put(whole, placement.mirrored)
 
@@ -250,9 +268,11 @@ def _gather_even(placement: Placement, axis: int) -> Any:
     return jax.jit(concatenate, out_shardings=placement.mirrored)
 
 
-def _check_gather(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+def check_gather(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Refuses components that cannot be concatenated along ``axis``."""
     rank = len(shapes[0])
-    if rank == 0 or not -rank <= axis < rank:
+    is_integer = isinstance(axis, (int, np.integer))
+    if rank == 0 or not is_integer or not -rank <= axis < rank:
         raise ArgumentError(
             fact=f"gather(axis={axis}) was given components of shape {shapes[0]}.",
             expected="components that have this axis.",

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from mirrored import _compat
-from mirrored._collectives import Communicator, SingleCommunicator, all_gather, all_reduce
+from mirrored._collectives import (
+    Communicator,
+    SingleCommunicator,
+    all_gather,
+    all_reduce,
+    fold_in_replica,
+)
 from mirrored._context import current, entered
 from mirrored._errors import ContextError, PaddingError
 from mirrored._sparse import all_reduce_slices, is_slices
@@ -172,13 +178,6 @@ class ReplicaContext:
         return fold_in_replica(key, self._communicator)
 
 
-def fold_in_replica(key: Any, communicator: Communicator) -> Any:
-    """Makes this replica's key of one that all replicas share."""
-    # The tag keeps a replica's stream apart from a user's own fold_in(key, small number).
-    tagged = jax.random.fold_in(communicator.own(key), 0x6D697272)
-    return jax.random.fold_in(tagged, communicator.replica_id)
-
-
 @final
 class RowValidity:
     """Which rows of a replica's batch are real, and whether anybody asked.
@@ -230,6 +229,11 @@ class RowValidity:
 
 
 _DEFAULT_REPLICA = ReplicaContext(None, SingleCommunicator())
+
+
+def default_replica_context() -> ReplicaContext:
+    """Returns the context of the one replica there is outside every scope."""
+    return _DEFAULT_REPLICA
 
 
 def set_default_strategy(strategy: Any) -> None:

@@ -7,6 +7,7 @@ learns; what becomes of its results is in ``_run``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, final
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec
 from mirrored import _compat, _context, _replica
 from mirrored._arguments import Arguments
 from mirrored._claims import Claim
-from mirrored._collectives import ProgramCommunicator, to_varying
+from mirrored._collectives import ProgramCommunicator, fold_in_replica, to_varying
 from mirrored._errors import TracingError, VariableError
 from mirrored._placement import Placement
 from mirrored._soundness import replica_program
@@ -33,6 +34,8 @@ _CONCRETIZATION_ERRORS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+_TYPES_DIFFER = re.compile("manual axis types do not match|varying manual axes to match")
 
 
 @dataclasses.dataclass
@@ -237,7 +240,7 @@ def _enter(array: Any, communicator: ProgramCommunicator) -> Any:
     """The entry cast: what enters belongs to the replica from here on."""
     if _compat.is_typed_key(array):
         # A key that all replicas share would give them all the same dropout mask.
-        return _replica.fold_in_replica(array, communicator)
+        return fold_in_replica(array, communicator)
     return to_varying(array)
 
 
@@ -253,12 +256,13 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             hint="use jax.lax.cond or jnp.where; to look at concrete values, run inside "
             "`with strategy.debug():`.",
         ) from error
-    except TypeError as error:
-        if "manual axis types do not match" not in str(error):
+    except (TypeError, ValueError) as error:
+        # JAX's words about scans and branches, and (ValueError) about Refs.
+        if not _TYPES_DIFFER.search(str(error)):
             raise
         raise TracingError(
-            fact="a carry of jax.lax.scan or while_loop (or the branches of cond) starts as a "
-            "value that is the same on all replicas and becomes one that may differ.",
+            fact="a carry of jax.lax.scan or while_loop (or the branches of cond, or a Ref) starts "
+            "as a value that is the same on all replicas and becomes one that may differ.",
             expected="one type throughout.",
             hint="start with a value of this replica: "
             "mirrored.get_replica_context().own(jnp.zeros(...)).",

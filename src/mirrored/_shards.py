@@ -93,19 +93,23 @@ def reduced_shards(
     """Reduces what varies, and takes this replica's part of what is reduced already."""
     parts: list[Any] = [None] * len(gradients)
     varying = [index for index, value in enumerate(gradients) if communicator.is_own(value)]
-    sent = []
+    sent, divided = [], []
     for index, gradient in enumerate(gradients):
         if index not in varying:
             parts[index] = own_shard(gradient, communicator)
-        elif dtype is not None and jnp.issubdtype(gradient.dtype, jnp.floating):
-            sent.append(gradient.astype(dtype))
-        else:
-            sent.append(gradient)
+            continue
+        if dtype is not None and jnp.issubdtype(gradient.dtype, jnp.floating):
+            gradient = gradient.astype(dtype)
+        # In float16 a sum may be infinite although the mean is not.
+        divided.append(mean and gradient.dtype == jnp.float16)
+        sent.append(gradient / communicator.replica_count if divided[-1] else gradient)
     with jax.named_scope("mirrored.scatter_gradients"):
         received = scatter_sum(sent, communicator) if sent else []
-    for index, shard in zip(varying, received, strict=True):
-        values = shard.values.astype(gradients[index].dtype)
-        parts[index] = Shard(values / communicator.replica_count if mean else values, shard.shape)
+    for index, shard, was_divided in zip(varying, received, divided, strict=True):
+        values = shard.values
+        if mean and not was_divided:
+            values = values / communicator.replica_count
+        parts[index] = Shard(values.astype(gradients[index].dtype), shard.shape)
     return parts
 
 

@@ -27,11 +27,10 @@ from mirrored._errors import ArgumentError, ContextError
 from mirrored._finite import require_finite
 from mirrored._placement import Placement
 from mirrored._program import Programs
-from mirrored._reduce import reduce_value
-from mirrored._reduction import gather_nest
+from mirrored._reduce import gather_value, local_components, reduce_value
 from mirrored._run import refuse_nested, run_replicas
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten
+from mirrored._values import PerReplica
 
 _MOST_FUNCTIONS = 128
 
@@ -211,7 +210,7 @@ class Strategy(abc.ABC):
         [1, 2, 3]
         """
         _context.require_cross_replica("strategy.gather")
-        return gather_nest(self.placement, value, axis)
+        return gather_value(self.placement, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns this process's components of a per-replica value, as a tuple.
@@ -223,20 +222,7 @@ class Strategy(abc.ABC):
         >>> strategy.local_results(mirrored.PerReplica([1, 2]))
         (1, 2)
         """
-        leaves, structure = flatten(value)
-        if not any(isinstance(leaf, PerReplica) for leaf in leaves):
-            return (value,)
-        parts = [leaf.components() if isinstance(leaf, PerReplica) else None for leaf in leaves]
-        count = next(len(part) for part in parts if part is not None)
-        return tuple(
-            structure.unflatten(
-                [
-                    leaf if part is None else part[index]
-                    for leaf, part in zip(leaves, parts, strict=True)
-                ]
-            )
-            for index in range(count)
-        )
+        return local_components(self.placement, value)
 
     def check_finite(self, nest: Any) -> None:
         """Raises NonFiniteError, naming the first leaf, if a NaN or infinity is in ``nest``.

@@ -19,7 +19,7 @@ import numpy as np
 
 from mirrored import _compat, _context
 from mirrored import _variable_errors as errors
-from mirrored._collectives import from_first_replica, reduce_components
+from mirrored._collectives import fold_in_replica, from_first_replica, reduce_components
 from mirrored._operators import ReadsAsArray
 from mirrored._placement import Placement, default_placement
 from mirrored._reduction import reduce_nest
@@ -115,6 +115,10 @@ class Variable(NestLeaf, ReadsAsArray):
     def _check_aggregation(self, dtype: Any) -> None:
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
             raise errors.mean_of_integers(self.name, dtype)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and (
+            self.on_read or self.aggregation is VariableAggregation.SUM
+        ):
+            raise errors.key_of_components(self.name)
 
     @property
     def on_read(self) -> bool:
@@ -164,12 +168,26 @@ class Variable(NestLeaf, ReadsAsArray):
                 return self._aggregated(stored) if self.on_read else stored
             if context.merging:
                 return self._merged(context, stored) if self.on_read else stored
-            return context.replica.communicator.own(stored)
+            communicator = context.replica.communicator
+            if _compat.is_typed_key(stored):
+                # As a key that enters as an argument: replicas must not share it.
+                return fold_in_replica(stored, communicator)
+            return communicator.own(stored)
         if self.on_read:
             return self._aggregated(self.storage)
         if lend:
             _LENT.add(self.serial)
         return self.storage
+
+    def stored(self) -> Any:
+        """The stored array as the running program has it: one component a replica if ON_READ."""
+        if self.home is not None:
+            return self.home.read(self)
+        slot = self._slot(_context.current(), "read")
+        if slot is None:
+            return self.storage
+        slot.read = True
+        return slot.ref[...]
 
     def _aggregated(self, stacked: Any) -> Any:
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -246,7 +264,7 @@ class Variable(NestLeaf, ReadsAsArray):
         elif self.on_read:
             self._write_component(context, action, slot, value, combine)
         else:
-            combined = self._combined(context, action, value).astype(self.dtype)
+            combined = _cast(self._combined(context, action, value), self.dtype)
             combined = jnp.broadcast_to(combined, self.shape)
             stored = slot.ref[...]
             slot.ref[...] = combined if combine is None else combine(stored, combined)
@@ -264,9 +282,11 @@ class Variable(NestLeaf, ReadsAsArray):
                 fits = False
         if not fits:
             raise errors.other_shape(self.name, self.shape, action, value.shape)
-        if jnp.issubdtype(value.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
+        keys = [jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in (value.dtype, self.dtype)]
+        inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in (value.dtype, self.dtype)]
+        if inexact == [True, False] or (any(keys) and value.dtype != self.dtype):
             raise errors.other_dtype(self.name, self.dtype, action, value.dtype)
-        return value.astype(self.dtype)
+        return _cast(value, self.dtype)
 
     def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
         """Makes one value of what the replicas write, by the variable's aggregation."""
@@ -389,6 +409,11 @@ class Variable(NestLeaf, ReadsAsArray):
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise errors.not_copyable(self.name)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """Converts an array; keys, which cannot be, have the dtype already."""
+    return value if value.dtype == dtype else value.astype(dtype)
 
 
 # Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and

@@ -69,6 +69,16 @@ def mean_of_integers(name: str, dtype: Any) -> VariableError:
     )
 
 
+def key_of_components(name: str) -> VariableError:
+    """A random key that was to be kept by each replica, or summed."""
+    return VariableError(
+        fact=f"variable {name!r} holds random keys and was to have one component a replica, or "
+        "their sum.",
+        expected="one key (ON_WRITE), which every replica reads as a key of its own.",
+        hint="leave synchronization and aggregation out.",
+    )
+
+
 def not_one_value(name: str) -> VariableError:
     """A cross-replica read of components that nothing aggregates."""
     return VariableError(
