@@ -22,7 +22,7 @@ def load():
     return (images[:1500], labels[:1500]), (images[1500:], labels[1500:])
 
 
-def main(staleness="async", workers=2, engine="threads", epochs=12, steps_per_closure=6):
+def main(staleness="async", workers=2, engine="threads", epochs=30, steps_per_closure=6):
     (x_train, y_train), (x_test, y_test) = load()
     strategy = mirrored.ParameterServerStrategy(
         {"worker": workers, "ps": 1}, staleness=staleness, engine=engine
@@ -32,7 +32,7 @@ def main(staleness="async", workers=2, engine="threads", epochs=12, steps_per_cl
     with strategy.scope():
         hidden = mirrored.Variable(jax.random.normal(keys[0], (64, 128)) * 0.1, name="hidden")
         out = mirrored.Variable(jax.random.normal(keys[1], (128, 10)) * 0.1, name="out")
-        optimizer = mirrored.Optimizer(optax.adam(2e-3))
+        optimizer = mirrored.Optimizer(optax.sgd(0.2))
 
     def make_dataset(context):
         """Each worker's own rows, in an order of its own, again and again."""
