@@ -26,6 +26,7 @@ from mirrored._parameter_server._per_worker import (
 from mirrored._parameter_server._recovery import Checkpoints, read_manifest
 from mirrored._parameter_server._remote_value import RemoteValue
 from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
+from mirrored._parameter_server._status_door import StatusDoor
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
@@ -206,6 +207,16 @@ class ClusterCoordinator:
             workers=workers,
             servers=self._deployment.status(),
         )
+
+    def serve_status(self, port: int = 0) -> str:
+        """Lets ``mirrored status ADDRESS`` on this machine see the status; returns the address.
+
+        Args:
+          port: where to listen, on loopback; a free one is chosen if it is 0.
+        """
+        door = StatusDoor(self.status, port)
+        self._deployment.when_closed(door.close)
+        return door.address
 
     # --- checkpoints -------------------------------------------------------------
 
