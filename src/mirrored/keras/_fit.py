@@ -12,6 +12,7 @@ import keras
 
 from mirrored._parameter_server import ParameterServerStrategy
 from mirrored.keras import _private, _scope
+from mirrored.keras._backup import backup_among
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
 from mirrored.keras._pass import Pass
@@ -50,6 +51,7 @@ def fit(
         x, y, sample_weight, validation_data = _private.split_validation(
             (x, y, sample_weight), validation_split
         )
+    validation = None if validation_data is None else _private.unpack(validation_data)
     source: Any = None
     if callable(x) and is_served(strategy):
         source = WorkerData(x, steps_per_epoch, strategy.worker_count)
@@ -69,27 +71,32 @@ def fit(
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     interrupts = Interrupts()
     epoch_pass = make_pass(model, "train", strategy, source, callbacks, interrupts)
+    backup = backup_among(callbacks)
     model.stop_training = False
     finished = False
     epoch_logs: dict[str, Any] = {}
     with interrupts.watched():
         callbacks.on_train_begin()
         try:
-            for epoch in range(_private.first_epoch(model, initial_epoch), epochs):
+            first = _private.first_epoch(model, initial_epoch)
+            for epoch in range(first, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
-                epoch_logs = dict(epoch_pass.run())
-                if validation_data is not None and _private.should_evaluate(
+                skipped = backup.enter(source, first_here=epoch == first) if backup else 0
+                epoch_logs = dict(epoch_pass.run(backup, skipped))
+                if validation is not None and _private.should_evaluate(
                     model, epoch, validation_freq
                 ):
                     epoch_logs |= _validate(
                         model,
-                        validation_data,
+                        validation,
                         validation_batch_size or batch_size,
                         validation_steps,
                         callbacks,
                     )
                 callbacks.on_epoch_end(epoch, epoch_logs)
+                if backup is not None:
+                    backup.leave(epoch)
                 if model.stop_training:
                     break
             finished = True
@@ -103,9 +110,13 @@ def fit(
 
 
 def _validate(
-    model: Any, data: Any, batch_size: int | None, steps: int | None, callbacks: Any
+    model: Any,
+    data: tuple[Any, Any, Any],
+    batch_size: int | None,
+    steps: int | None,
+    callbacks: Any,
 ) -> dict[str, Any]:
-    x, y, sample_weight = _private.unpack(data)
+    x, y, sample_weight = data
     if _private.cached_evaluation(model) is None:
         source = Source(
             x=x,

@@ -7,6 +7,7 @@ file. Everything here reads or sets something of Keras; what it means is decided
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -226,8 +227,11 @@ def reset_step_state(model: Any) -> None:
 
 def most_epochs(epochs: int) -> int:
     """Returns ``epochs``, or fewer where ``keras.config`` limits them."""
-    limit = getattr(keras.config, "max_epochs", lambda: None)()
-    return min(epochs, limit) if limit else epochs
+    limit = keras.config.max_epochs()
+    if not limit or limit >= epochs:
+        return epochs
+    warnings.warn(f"Limiting epochs to {limit}", stacklevel=2)
+    return limit
 
 
 def wraps_twice(function: Any) -> bool:

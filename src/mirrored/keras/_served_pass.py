@@ -88,8 +88,20 @@ class ServedPass:
         self._told = 0.0
         self._logs: Any = {}
 
-    def run(self) -> Any:
-        """Runs one epoch; returns its logs, or all rows' predictions."""
+    def run(self, backup: Any = None, skipped: int = 0) -> Any:
+        """Runs one epoch; returns its logs, or all rows' predictions.
+
+        Args:
+          backup: refused: batches end in no order that it could resume from.
+          skipped: always 0 without it.
+        """
+        if backup is not None:
+            raise ArgumentError(
+                fact=f"Backup was given to fit of model {self._model.name!r}, whose weights are "
+                "on parameter servers.",
+                expected="ModelCheckpoint, or ClusterCoordinator.save, which saves optimizers too.",
+                hint="call coordinator.save() between two fits, or in on_epoch_end.",
+            )
         self._served.push()
         self._zeros = [np.asarray(v) for v in _private.values_of(self._model.metrics_variables)]
         self._total, self._outputs, self._steps = list(self._zeros), [], 0
