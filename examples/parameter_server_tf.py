@@ -32,9 +32,7 @@ def main(epochs=30, steps_per_closure=6):
     def train_step(images, labels):
         with tf.GradientTape() as tape:
             logits = tf.nn.relu(images @ hidden) @ out
-            loss = tf.reduce_mean(
-                tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            )
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
         gradients = tape.gradient(loss, [hidden, out])
         # By hand: the optimizers of Keras 3 do not work on parameter servers there.
         for variable, gradient in zip([hidden, out], gradients):

@@ -19,8 +19,12 @@ def test_the_status_says_who_serves_and_who_runs_what(capsys):
         with strategy.scope():
             v = mirrored.Variable(np.zeros(512, "f"), name="weights")
             mirrored.EmbeddingTable(1000, 4, name="items")
+
+        def closure():
+            v.assign_add(np.ones(512, "f"))
+
         for _ in range(6):
-            coordinator.schedule(lambda: v.assign_add(np.ones(512, "f")) and None)
+            coordinator.schedule(closure)
         coordinator.join(60)
         status = coordinator.status()
         assert [server.bytes for server in status.servers] == [2048 + 8000, 8000]
