@@ -30,6 +30,7 @@ from mirrored._errors import (
     VariableError,
     WorkerError,
 )
+from mirrored._explanation import Explanation
 from mirrored._function import Function, function
 from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
@@ -54,6 +55,7 @@ from mirrored._parameter_server import (
     bounded,
     current_worker_index,
 )
+from mirrored._profile import profile
 from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
 from mirrored._reproducible import reproducible_value_and_grad
@@ -90,6 +92,7 @@ __all__ = [
     "DeviceError",
     "DistributedDataset",
     "EmbeddingTable",
+    "Explanation",
     "FixedShardsPartitioner",
     "Function",
     "GradientError",
@@ -140,6 +143,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "mean",
+    "profile",
     "progress",
     "reproducible_value_and_grad",
     "shard_state",

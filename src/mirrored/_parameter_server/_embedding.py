@@ -274,7 +274,8 @@ class TableRows(Remote):
     @classmethod
     def tree_unflatten(cls, form: tuple[tuple[int, int], str], children: Any) -> TableRows:
         """Rebuilds from what tree_flatten gave."""
-        return cls(*children, None, *form)
+        values, places = children
+        return cls(values, places, None, form[0], form[1])
 
 
 def _require_integers(name: str, dtype: Any) -> None:

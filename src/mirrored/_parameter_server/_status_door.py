@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any, final
