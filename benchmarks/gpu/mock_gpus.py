@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import jax
+import results
 from contender import jax_problem
 from steps import functional_step
 
@@ -41,7 +46,7 @@ def main() -> None:
     )
     planned = mirrored.plan.plan(strategy, functional_step(problem, strategy), state, batch)
     program = planned.program
-    result = {
+    found = {
         "devices": options.gpus,
         "parameter_bytes": planned.memory["parameters"],
         "collectives": {
@@ -53,10 +58,11 @@ def main() -> None:
             "temporaries": program.temporaries,
         },
     }
-    print(json.dumps(result, indent=1))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+    print(json.dumps(found, indent=1))
+    case = {"name": f"R = {options.gpus}", "contenders": {"mirrored": found}, "ratios": {}}
+    caveats = ["Compiled for GPUs that are not there; nothing ran."]
+    versions = {"jax": results.versions()}
+    results.write_result(options.json, f"gpu-mock-{options.gpus}", [case], versions, caveats)
 
 
 if __name__ == "__main__":
