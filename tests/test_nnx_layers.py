@@ -181,6 +181,34 @@ def test_transformations(tx):
     check(lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0)), tx, replica_counts=(2,))
 
 
+def test_ways_to_reduce_gradients(two):
+    """In bfloat16 1.001 and 3.001 are 1 and 3; in one order the sum is that of the tree."""
+    gradients = [np.float32([1.001, 2.0]), np.float32([3.001, 4.0])]
+
+    def updated(strategy, gradients, **options):
+        with strategy.scope():
+            model = nnx.Module()
+            model.w = nnx.Param(jnp.zeros(2))
+            optimizer = mirrored.nnx.Optimizer(model, optax.sgd(1.0), **options)
+
+        def step(model, optimizer, gradient):
+            state = nnx.state(model)
+            optimizer.update(model, jax.tree.map(lambda _: gradient, state))
+
+        strategy.run(step, args=(model, optimizer, mirrored.PerReplica(gradients)))
+        return model.w[...].tolist()
+
+    assert updated(two, gradients, communication_dtype=jnp.bfloat16) == [-2.0, -3.0]
+    parts = RANDOM.normal(size=(4, 2)).astype(np.float32)
+    tree = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    options = {"reduce": "sum", "reduction": "reproducible"}
+    assert updated(make_strategy(4), list(parts), **options) == (-tree).tolist()
+    with pytest.raises(mirrored.ArgumentError, match="reduce=None"):
+        updated(two, gradients, reduce=None)
+    with pytest.raises(mirrored.ArgumentError, match="'exact'"):
+        updated(two, gradients, reduction="exact")
+
+
 def test_the_state_of_a_model_in_functional_style(two):
     """An nnx.State goes in and comes out as a pytree; gradients of it are one too."""
     graphdef, parameters = nnx.split(nnx.Linear(6, 4, rngs=nnx.Rngs(0)))
