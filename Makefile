@@ -6,17 +6,19 @@ ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench format docs docs-serve api lock clean
+.PHONY: help setup demo test check chaos chaos-ps bench format docs docs-serve api errors lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
 	@echo "make test    all checks, then all tests; ARGS='-k name' goes to pytest"
 	@echo "make check   ruff, format, pyright and the layers"
 	@echo "make chaos   50 seeded runs whose workers are killed, stopped and preempted (20 minutes)"
+	@echo "make chaos-ps  20 seeded runs whose parameter servers and their workers are killed (10 minutes)"
 	@echo "make bench   benchmarks beside TensorFlow, PyTorch and JAX; ARGS='--only nnx' (25 minutes)"
 	@echo "make format  let ruff format the files and mend what it can"
 	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
 	@echo "make api     write the snapshot of the public API anew"
+	@echo "make errors  write the messages on docs/what-can-go-wrong.md anew"
 	@echo "make setup   make or refresh .venv (the others do it too)"
 	@echo "make lock    write requirements/ anew after a change of dependencies"
 	@echo "make clean   remove .venv and caches"
@@ -36,6 +38,9 @@ test: check
 chaos: setup
 	@$(VENV_PYTHON) tests/multiprocess/chaos.py $(ARGS)
 
+chaos-ps: setup
+	@JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/chaos_parameter_servers.py $(ARGS)
+
 bench: setup
 	@$(VENV_PYTHON) benchmarks/run.py $(ARGS)
 
@@ -51,6 +56,9 @@ docs-serve: setup
 
 api: setup
 	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/public_api.py
+
+errors: setup
+	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/what_can_go_wrong.py
 
 lock:
 	@PYTHON='$(PYTHON)' sh scripts/lock.sh $(ARGS)

@@ -51,6 +51,7 @@ class ClosureQueue:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Closure] = collections.deque()
         self._running: dict[int, tuple[Closure, str, float]] = {}
+        self._done: collections.Counter[str] = collections.Counter()
         self._over: list[Closure] = []
         self._error: Exception | None = None
         self._paused = False
@@ -59,6 +60,8 @@ class ClosureQueue:
         # Numbers of closures that are not over, and of those that are and still stand in it.
         self._open: list[int] = []
         self._ended: set[int] = set()
+        # Numbers of those that were over, and are to be once more.
+        self._redone: set[int] = set()
 
     # --- what the program does ---------------------------------------------------
 
@@ -125,6 +128,8 @@ class ClosureQueue:
             if self._keeps_log:
                 self._over.append(closure)
             closure.result.set(value)
+            if closure.number in self._running:
+                self._done[self._running[closure.number][1]] += 1
             self._gone(closure)
 
     def fail(self, closure: Closure, error: Exception) -> None:
@@ -142,6 +147,7 @@ class ClosureQueue:
             while self._waiting:
                 cancelled = self._waiting.popleft()
                 self._ended.add(cancelled.number)
+                self._redone.discard(cancelled.number)
                 cancelled.result.fail(
                     CancelledError(
                         fact=f"{cancelled.name} was cancelled: {why} failed before it ran.",
@@ -164,6 +170,7 @@ class ClosureQueue:
 
     def _gone(self, closure: Closure) -> None:
         self._running.pop(closure.number, None)
+        self._redone.discard(closure.number)
         self._ended.add(closure.number)
         self._changed.notify_all()
 
@@ -188,6 +195,32 @@ class ClosureQueue:
         """Whether closures wait or run."""
         with self._changed:
             return bool(self._waiting or self._running)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is handed out any more."""
+        return self._closed
+
+    def waiting_count(self) -> int:
+        """How many closures wait."""
+        return len(self._waiting)
+
+    def running_on(self) -> dict[str, tuple[str, float]]:
+        """Who runs what, and for how many seconds."""
+        with self._changed:
+            now = time.monotonic()
+            return {
+                where: (closure.name, now - since)
+                for closure, where, since in self._running.values()
+            }
+
+    def done_on(self, where: str) -> int:
+        """How many closures somebody has finished."""
+        return self._done[where]
+
+    def done_count(self) -> int:
+        """How many closures were finished."""
+        return sum(self._done.values())
 
     @property
     def is_paused(self) -> bool:
@@ -223,9 +256,15 @@ class ClosureQueue:
             for closure in again:
                 # Its number may stand in the heap still, or not.
                 self._ended.discard(closure.number)
+                self._redone.add(closure.number)
                 heapq.heappush(self._open, closure.number)
             self._waiting.extendleft(reversed(again))
             self._changed.notify_all()
+
+    def wait_until_redone(self) -> None:
+        """Waits until all that was over once is over again, or cannot be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._redone or self._error or self._closed)
 
     def close(self) -> None:
         """Lets everybody who waits go."""

@@ -7,6 +7,7 @@ a checkpoint is taken. The rules of errors are in ``_closure_queue``; who lives 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -25,9 +26,11 @@ from mirrored._parameter_server._per_worker import (
 )
 from mirrored._parameter_server._recovery import Checkpoints, read_manifest
 from mirrored._parameter_server._remote_value import RemoteValue
+from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
+_LOG = logging.getLogger("mirrored")
 _POLL_SECONDS = 0.05
 # How long a worker with nothing to do is still waited for by the others.
 _GRACE_SECONDS = 0.1
@@ -44,6 +47,8 @@ class ClusterCoordinator:
     applied once, whatever happens. The first error of a closure is raised by the next
     ``schedule``, ``join`` or ``done``, and what was still waiting is cancelled.
 
+    A strategy has one coordinator: asked for again, the same one is returned.
+
     Args:
       strategy: the strategy whose workers run what is scheduled.
 
@@ -56,13 +61,20 @@ class ClusterCoordinator:
     [0, 1, 4]
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         if not isinstance(strategy, ParameterServerStrategy):
             raise ArgumentError(
                 fact=f"ClusterCoordinator was given {strategy!r}.",
                 expected="a ParameterServerStrategy.",
                 hint="other strategies need no coordinator: call strategy.run.",
             )
+        # Closures are numbered by it, and servers know updates by these numbers.
+        return super().__new__(cls) if strategy.coordinator is None else strategy.coordinator
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if strategy.coordinator is self:
+            return
+        strategy.coordinator = self
         self._strategy = strategy
         self._deployment = strategy.deployment
         self._restores = strategy.on_server_failure == "restore"
@@ -74,8 +86,9 @@ class ClusterCoordinator:
         self._members: set[int] = set()
         self._members_lock = threading.Lock()
         self._stopping: set[int] = set()
+        self._deployment.when_closed(self._queue.close)
         if self._restores:
-            strategy.when_server_lost(self._recovered)
+            strategy.when_server_lost(self._recovered, self._queue.wait_until_redone)
         for index in list(self._deployment.leases):
             self._start_thread(index)
 
@@ -177,6 +190,25 @@ class ClusterCoordinator:
         self._stopping.add(index)
         self._deployment.remove_worker(index)
 
+    def status(self) -> ClusterStatus:
+        """Says who serves what, who runs what, and how it goes; ``print`` it."""
+        running = self._queue.running_on()
+        workers = []
+        for index in sorted(self._deployment.leases):
+            name = f"worker {index}"
+            closure, seconds = running.get(name, (None, 0.0))
+            alive = self._deployment.engine.worker_is_alive(index)
+            done = self._queue.done_on(name)
+            workers.append(WorkerStatus(index, alive, closure, seconds, done))
+        return ClusterStatus(
+            staleness=str(self._strategy.staleness),
+            waiting=self._queue.waiting_count(),
+            running=len(running),
+            done=self._queue.done_count(),
+            workers=workers,
+            servers=self._deployment.status(),
+        )
+
     # --- checkpoints -------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> str:
@@ -250,18 +282,26 @@ class ClusterCoordinator:
 
     def _serve(self, index: int) -> None:
         idle_since = time.monotonic()
-        while index not in self._stopping:
+        while index not in self._stopping and not self._queue.is_closed:
             closure = self._queue.take(f"worker {index}", _POLL_SECONDS)
             if closure is None:
                 idle = time.monotonic() - idle_since
                 if idle > _GRACE_SECONDS or self._queue.is_paused:
                     self._leave_turns(index)
                 continue
-            self._run(index, closure)
+            try:
+                self._run(index, closure)
+            except Exception as error:  # noqa: BLE001 (told to who waits for the closure)
+                if not self._queue.is_closed:
+                    self._queue.fail(closure, error)
             idle_since = time.monotonic()
         self._leave_turns(index)
 
     def _run(self, index: int, closure: Closure) -> None:
+        with self._members_lock:
+            # Whoever runs a closure takes turns, one that came later or again too, and must
+            # leave when it has nothing more to do, or the others wait for it.
+            self._members.add(index)
         call = ClosureCall(
             closure.number,
             closure.function,
@@ -275,9 +315,11 @@ class ClusterCoordinator:
         except WorkerError as error:
             self._worker_lost(index, closure, error)
             return
-        self._ended(closure, call, outcome)
+        self._ended(index, closure, call, outcome)
 
-    def _ended(self, closure: Closure, call: ClosureCall, outcome: ClosureOutcome) -> None:
+    def _ended(
+        self, index: int, closure: Closure, call: ClosureCall, outcome: ClosureOutcome
+    ) -> None:
         error = outcome.error
         if call.epoch != self._deployment.epoch:
             # Servers were brought back to before this closure.
@@ -289,11 +331,13 @@ class ClusterCoordinator:
         else:
             self._queue.finish(closure, outcome.value)
             if self._restores and self._queue.over_count >= self._every:
+                # Others, whose closures have to end first, must not wait for this worker.
+                self._leave_turns(index)
                 self._save_in_thread()
 
     def _save_in_thread(self) -> None:
         with self._standstill:
-            if self._queue.over_count < self._every:
+            if self._queue.over_count < self._every or self._queue.is_closed:
                 return
             try:
                 self._save(self._checkpoints)
@@ -306,6 +350,7 @@ class ClusterCoordinator:
     # --- losses ------------------------------------------------------------------
 
     def _worker_lost(self, index: int, closure: Closure, error: WorkerError) -> None:
+        _LOG.warning("%s %s runs again elsewhere.", error.fact, closure.name)
         # First refuse what it may still send; then let another run the closure.
         self._deployment.give_up_worker(index)
         with self._members_lock:
@@ -372,6 +417,8 @@ class ClusterCoordinator:
         self._queue.pause()
         try:
             for _ in range(_MOST_LOSSES):
+                if self._queue.is_closed:
+                    return
                 loss = self._loss()
                 latest = self._checkpoints.latest()
                 if latest is None or self._deployment.unsaved:
@@ -402,7 +449,7 @@ class ClusterCoordinator:
             self._members.update(indexes)
 
     def _leave_turns(self, index: int) -> None:
-        if self._strategy.staleness.kind == "async":
+        if self._strategy.staleness.kind == "async" or self._queue.is_closed:
             return
         with self._members_lock:
             if index not in self._members:

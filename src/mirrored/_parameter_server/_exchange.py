@@ -97,7 +97,9 @@ class Exchange:
         }
 
     def _pull(self, reads: Reads) -> Values:
-        said: Fields = {} if self._closed is None else {"closed": self._closed}
+        said: Fields = {"lease": self._lease}
+        if self._closed is not None:
+            said["closed"] = self._closed
         futures = {
             server: self.links.submit(server, "pull", {**said, "read": lists})
             for server, lists in reads.items()
@@ -148,7 +150,8 @@ class Exchange:
                 fields, arrays = self._message(server, updates, reads)
                 futures[server] = self.links.submit(server, "push", fields, arrays)
             else:
-                futures[server] = self.links.submit(server, "pull", {"read": reads[server]})
+                asked = {"lease": self._lease, "read": reads[server]}
+                futures[server] = self.links.submit(server, "pull", asked)
         return futures
 
     def _message(
@@ -206,6 +209,8 @@ class Exchange:
         future = self.links.submit(_KEEPER, "push", {**fields, **said}, arrays)
         reply, _ = self.links.wait(_KEEPER, "push", future)
         if reply.get("duplicate"):
+            self._round, self._closed = reply["round"], reply["closed"]
+            self._ahead = (reads, {_KEEPER: future, **self._tell_round(reads)})
             return True
         deadline, nap = self._deadline(), _FIRST_NAP
         asked = {"lease": self._lease, **said, "read": reads.get(_KEEPER, [])}
@@ -217,15 +222,20 @@ class Exchange:
         if reply.get("late") and not reply.get("dropped"):
             self._step -= 1
             return False
-        # The others learn from whoever comes first whose gradients were taken.
-        rest = {
-            server: self.links.submit(
-                server, "pull", {"closed": self._closed, "read": reads.get(server, [])}
-            )
-            for server in sorted({*updates, *reads} - {_KEEPER})
-        }
-        self._ahead = (reads, {_KEEPER: future, **rest})
+        self._ahead = (reads, {_KEEPER: future, **self._tell_round(reads)})
         return True
+
+    def _tell_round(self, reads: Reads) -> dict[int, concurrent.futures.Future[Reply]]:
+        """Says to the other servers whose gradients were taken, and asks for values."""
+        return {
+            server: self.links.submit(
+                server,
+                "pull",
+                {"lease": self._lease, "closed": self._closed, "read": reads.get(server, [])},
+            )
+            for server in range(self.links.server_count)
+            if server != _KEEPER
+        }
 
     def _deadline(self) -> float:
         return time.monotonic() + self.links.timeout

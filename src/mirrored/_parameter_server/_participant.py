@@ -36,15 +36,23 @@ class Participant:
       steps: the compiled steps of its process.
       device: where it computes.
       index: the worker's number; None for the coordinator.
+      sent: called after updates were sent, if given.
     """
 
     def __init__(
-        self, exchange: Exchange, steps: Steps, device: Any, index: int | None = None
+        self,
+        exchange: Exchange,
+        steps: Steps,
+        device: Any,
+        index: int | None = None,
+        *,
+        sent: Callable[[], None] | None = None,
     ) -> None:
         self.exchange = exchange
         self.index = index
         self.device = device
         self._steps = steps
+        self._sent = sent
         self._usual = 0
 
     # --- one at a time -----------------------------------------------------------
@@ -116,6 +124,8 @@ class Participant:
             # here knows, so they cannot be computed again: they are sent as they are.
             gradients = False
         self.exchange.values(_NOTHING)
+        if self._sent is not None:
+            self._sent()
 
     # --- rows of tables ----------------------------------------------------------
 
@@ -128,6 +138,28 @@ class Participant:
         host = np.asarray(ids)
         used = used_rows(spec, [host])
         return jax.device_put(self.fetch_rows([used])[0][used.places[0]], self.device)
+
+    def take(self, spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
+        """Reads rows, in the order of the ids."""
+        self._refuse_in_step(spec, "read")
+        used = used_rows(spec, [ids])
+        return self.fetch_rows([used])[0][used.places[0]]
+
+    def put(self, spec: VariableSpec, ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets rows, all different and sorted."""
+        self._refuse_in_step(spec, "written")
+        used = used_rows(spec, [ids])
+        layout = UpdateLayout()
+        layout.set_rows(spec, used.rows, values)
+        self._send(layout)
+
+    def _refuse_in_step(self, spec: VariableSpec, action: str) -> None:
+        if recording_of(spec.name, action) is not None:
+            raise ContextError(
+                fact=f"table {spec.name!r} was {action} as a whole inside a compiled step.",
+                expected="lookup and apply_gradients in steps.",
+                hint="call numpy and assign outside strategy.run.",
+            )
 
     def rows(self, spec: VariableSpec) -> Any:
         """What stands for the used rows of a table in the step being traced."""
@@ -208,6 +240,8 @@ class Participant:
         # after another mostly have as many steps as the one before.
         last = self.exchange.steps + 1 == self._usual
         reads = _NOTHING if last else step.reads.reads
+        if self._sent is not None:
+            self._sent()
         return self.exchange.push(updates.parts(), reads, is_step=updates.is_step)
 
     def finish(self) -> int:

@@ -142,7 +142,7 @@ class Feed:
         numbers: list[tuple[int | None, int | None]] = []
         signature: Any = None
         began = 0.0
-        for batch, begin, end in itertools.islice(self._batches(), skipped, None):
+        for batch, begin, end in itertools.islice(batches_of(self._source), skipped, None):
             found = _signature(batch)
             if pending and found != signature:
                 yield self._place(pending, numbers, signature)
@@ -160,27 +160,6 @@ class Feed:
                 pending, numbers = [], []
         if pending:
             yield self._place(pending, numbers, signature)
-
-    def _batches(self) -> Iterator[tuple[Any, int | None, int | None]]:
-        """Yields batches with the numbers Keras gives the first and last of each group."""
-        source = self._source
-        with source.catch_stop_iteration():
-            for begin, end, iterator in source:
-                group = []
-                for _ in range(source.group_size):
-                    batch = _read(iterator)
-                    if batch is _END:
-                        break
-                    group.append(batch)
-                if not group:
-                    raise StopIteration
-                last = len(group) - 1
-                for position, batch in enumerate(group):
-                    yield (
-                        batch,
-                        begin if position == 0 else None,
-                        end if position == last else None,
-                    )
 
     def _capacity(self, batch: Any, signature: Any) -> int:
         known = self._capacities.get(signature)
@@ -205,11 +184,32 @@ class Feed:
         self, batches: list[Any], numbers: list[tuple[int | None, int | None]], signature: Any
     ) -> Chunk:
         if self._whole or signature[0] == "sparse":
-            return place_whole(self._placement, _read_rows(batches[0]), numbers)
+            return place_whole(self._placement, read_rows(batches[0]), numbers)
         capacity = self._capacities[signature]
         if isinstance(batches[0], RowRange):
             return place_rows(self._placement, batches, numbers, capacity)
         return place_batches(self._placement, batches, numbers, capacity)
+
+
+def batches_of(source: Source) -> Iterator[tuple[Any, int | None, int | None]]:
+    """Yields batches with the numbers Keras gives the first and last of each group."""
+    with source.catch_stop_iteration():
+        for begin, end, iterator in source:
+            group = []
+            for _ in range(source.group_size):
+                batch = _read(iterator)
+                if batch is _END:
+                    break
+                group.append(batch)
+            if not group:
+                raise StopIteration
+            last = len(group) - 1
+            for position, batch in enumerate(group):
+                yield (
+                    batch,
+                    begin if position == 0 else None,
+                    end if position == last else None,
+                )
 
 
 def _read(iterator: Any) -> Any:
@@ -219,7 +219,8 @@ def _read(iterator: Any) -> Any:
     return next(iterator, _END)
 
 
-def _read_rows(batch: Any) -> Any:
+def read_rows(batch: Any) -> Any:
+    """The arrays of a batch, gathered if it is rows of arrays."""
     if isinstance(batch, RowRange):
         index = batch.index()
         return jax.tree.map(lambda array: array[index], batch.arrays)
