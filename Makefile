@@ -6,7 +6,7 @@ ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench format docs docs-serve api lock clean
+.PHONY: help setup demo test check chaos bench format docs docs-serve api errors lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
@@ -17,6 +17,7 @@ help:
 	@echo "make format  let ruff format the files and mend what it can"
 	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
 	@echo "make api     write the snapshot of the public API anew"
+	@echo "make errors  write the messages on docs/what-can-go-wrong.md anew"
 	@echo "make setup   make or refresh .venv (the others do it too)"
 	@echo "make lock    write requirements/ anew after a change of dependencies"
 	@echo "make clean   remove .venv and caches"
@@ -51,6 +52,9 @@ docs-serve: setup
 
 api: setup
 	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/public_api.py
+
+errors: setup
+	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/what_can_go_wrong.py
 
 lock:
 	@PYTHON='$(PYTHON)' sh scripts/lock.sh $(ARGS)

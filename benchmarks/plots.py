@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import results
+
 Result = Mapping[str, Any]
 # By the words of a contender's name: the same peer looks the same in every plot.
 OURS = "#3949ab"
@@ -58,7 +60,7 @@ def _colors(names: list[str]) -> dict[str, str]:
 
 
 def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
-    """A bar or, on a log scale, a point for each contender; a line spans all its rounds."""
+    """A bar or, on a log scale, a point for each contender; a line spans half of its rounds."""
 
     def drawn(result: Result, pyplot: Any) -> Any:
         cases = result["cases"]
@@ -71,7 +73,7 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
             colors = _colors(names)
             for place, name in enumerate(names):
                 figures = case["contenders"][name]
-                low, high = min(figures["rounds"]), max(figures["rounds"])
+                low, high = results.quartiles(figures["rounds"])
                 if log:  # A bar would begin anywhere.
                     axis.plot(figures["median"], place, "o", color=colors[name], markersize=9)
                     axis.plot([low, high], [place, place], color=colors[name], linewidth=2)

@@ -68,6 +68,10 @@ SECTIONS = {
     "gpu-gpt2": ("GPT-2 small on one GPU", "bfloat16, 32 x 1024 tokens, AdamW."),
     "gpu-resnet50": ("ResNet-50 on one GPU", "bfloat16, batches of 256 images of 224 x 224."),
     "gpu-loop": ("The custom loop on one GPU", "784-10, batches of 64: dispatch alone."),
+    "gpu-mock-8": (
+        "GPT-2 small compiled for 8 GPUs",
+        "What the functional step would send, and what it would take on each device.",
+    ),
 }
 
 INTRODUCTION = """# Benchmarks
@@ -75,7 +79,8 @@ INTRODUCTION = """# Benchmarks
 mirrored beside hand-written JAX, stock Keras, TensorFlow's tf.distribute and PyTorch's
 DistributedDataParallel: the same data, the same starting weights, the same order. Losses are
 compared before a time is taken; contenders take turns within one run; a figure is the median of
-the rounds, a ratio the median of the ratios within a round. Below 1, mirrored takes less.
+the rounds, a ratio the median of the ratios within a round. Below 1, mirrored takes less. In the
+plots a line spans the middle half of the rounds.
 
 This page is written by `benchmarks/report.py` from the files in `benchmarks/results/`.
 """
@@ -201,8 +206,10 @@ def _section(name: str, result: Result) -> Iterator[str]:
     yield f"{words}\n"
     if name in plots.DRAWN_BY:
         yield f"![{title}: every contender's figures](assets/plots/{name}.png)\n"
-    yield from _ratios(result)
+    yield from _ratios(result) if any(case["ratios"] for case in result["cases"]) else ()
     yield ""
+    for case in result["cases"]:
+        yield from _compiled(case["contenders"].get("mirrored", {}))
     for goal, value in goals.standing({name: result}):
         if goal.contender:
             yield f"- {goal.case}, {goal.text(value)}: {goal.verdict(value)}"
@@ -212,10 +219,22 @@ def _section(name: str, result: Result) -> Iterator[str]:
     load = result["machine"].get("load", 0)
     busy = f" **Other work was running (load {load:g}): read ratios only.**" if load > 2.5 else ""
     yield f"- Measured {result['date']} on {_machine(result)}.{busy}\n"
-    yield '<details markdown="1"><summary>All figures</summary>\n'
-    yield from _figures(result)
-    yield "\n</details>\n"
+    if any("median" in f for case in result["cases"] for f in case["contenders"].values()):
+        yield '<details markdown="1"><summary>All figures</summary>\n'
+        yield from _figures(result)
+        yield "\n</details>\n"
     yield from _notes(name)
+
+
+def _compiled(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What a program sends and takes, where that was looked at."""
+    kinds = figures.get("collectives")
+    if isinstance(kinds, dict):
+        for kind, sent in kinds.items():
+            yield f"- {sent['count']} {kind}, {sent['bytes'] / 2**20:,.1f} MiB"
+        yield f"- parameters: {figures['parameter_bytes'] / 2**20:,.1f} MiB"
+        for part, size in figures["memory"].items():
+            yield f"- {part}: {size / 2**20:,.1f} MiB"
 
 
 def _notes(name: str) -> Iterator[str]:

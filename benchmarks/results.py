@@ -49,9 +49,15 @@ def _round_ratios(contenders: Mapping[str, Mapping[str, Any]], name: str, base: 
     return [ours / theirs for ours, theirs in pairs]
 
 
+def quartiles(rounds: list[float]) -> tuple[float, float]:
+    """Between which values the middle half of the rounds lies."""
+    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return low, high
+
+
 def spread(rounds: list[float]) -> float:
     """How far the middle half of the rounds is apart, as a share of their median."""
-    low, _, high = statistics.quantiles(rounds, n=4)
+    low, high = quartiles(rounds)
     return (high - low) / statistics.median(rounds)
 
 
@@ -64,8 +70,7 @@ def middle_half(case: Mapping[str, Any], key: str) -> tuple[float, float] | None
         found = _round_ratios(contenders, name, base)
         # The key of a ratio of something else than rounds has another value.
         if len(found) > 2 and abs(statistics.median(found) - case["ratios"][key]) < 1e-6:
-            low, _, high = statistics.quantiles(found, n=4)
-            return low, high
+            return quartiles(found)
     return None
 
 

@@ -70,6 +70,8 @@ def run(benchmark: Benchmark, pythons: dict[str, str], given: argparse.Namespace
     for peer in benchmark.peers:
         if peer in pythons:
             command += [f"--{peer}-python", pythons[peer]]
+    if given.rounds:
+        command += ["--rounds", str(given.rounds)]
     if given.small:
         command.append("--small")
     elif benchmark.needs_images:
@@ -134,6 +136,7 @@ def main() -> int:
         parser.add_argument(f"--{peer}-python", help=f"a Python that has {peer}")
     parser.add_argument("--fashion", help="the folder of Fashion-MNIST")
     parser.add_argument("--small", action="store_true", help="tiny sizes; needs --out")
+    parser.add_argument("--rounds", type=int, help="fewer for a first look, more against noise")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the results")
     given = parser.parse_args()
     if given.small and not given.out:

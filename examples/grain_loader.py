@@ -1,11 +1,14 @@
 """Feeds a training loop from Grain and goes on from a saved iterator."""
 
+import tempfile
+
 import grain
 import jax
 import numpy as np
 import optax
 
 import mirrored
+from mirrored.checkpoint import Checkpoint
 
 
 def main():
@@ -30,10 +33,26 @@ def main():
     def step(batch):
         return strategy.reduce("mean", strategy.run(train_step, args=(batch,)))
 
-    for epoch in range(3):
-        for batch in strategy.distribute_dataset(dataset):
-            loss = step(batch)
-        print(f"epoch {epoch}: loss {float(loss):.5f}")
+    # The first run stops in its second epoch, and saves variables and position.
+    batches = strategy.distribute_dataset(dataset)
+    state = {"weights": weights, "optimizer": optimizer, "data": batches}
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Checkpoint(directory, state)
+        for batch in batches:
+            step(batch)
+        for number, batch in enumerate(batches):
+            step(batch)
+            if number == 2:
+                break
+        checkpoint.save(9)
+        checkpoint.wait()
+        # What a new process would begin with.
+        weights.assign(np.zeros(4, np.float32))
+        print(f"goes on after step {checkpoint.restore()}")
+        for epoch in (1, 2):
+            for batch in batches:
+                loss = step(batch)
+            print(f"epoch {epoch}: loss {float(loss):.5f}")
     jax.block_until_ready(weights.value)
     return float(loss)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -42,3 +43,11 @@ def two() -> mirrored.Strategy:
 def make_strategy(replica_count: int) -> mirrored.Strategy:
     """Makes a strategy with a given number of replicas."""
     return mirrored.MirroredStrategy(jax.devices()[:replica_count])
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Compiles without optimizing: for programs that run for less time than that takes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

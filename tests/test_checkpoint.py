@@ -265,7 +265,9 @@ def test_a_run_taken_back_leaves_no_later_checkpoint(tmp_path):
 
 
 def test_a_run_that_forgot_to_restore_loses_nothing_and_is_told(tmp_path):
-    Checkpoint(tmp_path, {"x": 7}).save(70)
+    earlier = Checkpoint(tmp_path, {"x": 7})
+    earlier.save(70)
+    earlier.wait()
     other = Checkpoint(tmp_path, {"x": 1}, keep=1)
     with pytest.warns(UserWarning, match=r"later steps \(\[70\]\) than the step 1 saved now"):
         other.save(1)

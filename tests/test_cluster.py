@@ -1,6 +1,8 @@
 """Which worker am I: recorded environments of each kind of cluster."""
 
 import json
+import sys
+import types
 
 import pytest
 
@@ -23,7 +25,10 @@ def environment(monkeypatch):
     """Sets recorded variables, and forgets those of the machine that runs the tests."""
 
     def record(variables):
-        for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        for name in (
+            *("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"),
+            *("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS"),
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -79,6 +84,94 @@ def test_open_mpi(environment):
     found = resolve_cluster(None, 1, {})
     assert place(found)[1:] == (2, 1, "ompi")
     assert found.coordinator.startswith("10.96.0.1:")
+
+
+def recorded(**fields):
+    return types.SimpleNamespace(**fields)
+
+
+class ApiError(Exception):
+    """What the Kubernetes client raises."""
+
+    status, reason = 403, "Forbidden"
+
+
+@pytest.fixture
+def kubernetes(environment, monkeypatch):
+    """A pod of an indexed Job with a headless service, as the API describes it."""
+    environment({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"})
+    metadata = recorded(name="train-2-x7k9p", labels={"job-name": "train"})
+    pod = recorded(metadata=metadata, spec=recorded(subdomain="trainers"))
+    job = recorded(metadata=recorded(name="train", labels={}), spec=recorded(parallelism=4))
+    client = recorded(
+        CoreV1Api=recorded,
+        BatchV1Api=recorded,
+        exceptions=recorded(ApiException=ApiError),
+    )
+    config = recorded(load_incluster_config=lambda: None)
+    monkeypatch.setitem(sys.modules, "kubernetes", recorded(config=config, client=client))
+    where = "jax._src.clusters.k8s_cluster.K8sCluster"
+    monkeypatch.setattr(f"{where}._pod", lambda: pod)
+    monkeypatch.setattr(f"{where}._job", lambda: job)
+    monkeypatch.setattr(f"{where}._controller", lambda: recorded(kind="Job"))
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "10.1.0.7")
+    return job
+
+
+def test_kubernetes_job(kubernetes):
+    expected = ("train-0.trainers:55527", 4, 2, "k8s")
+    assert place(resolve_cluster(None, 1, {})) == expected
+
+
+def test_kubernetes_jobset(kubernetes):
+    kubernetes.metadata.labels["jobset.sigs.k8s.io/jobset-name"] = "set"
+    expected = ("train-0.set:55527", 4, 2, "k8s")
+    assert place(resolve_cluster(None, 1, {})) == expected
+
+
+def test_kubernetes_that_does_not_tell(kubernetes, monkeypatch):
+    monkeypatch.delenv("JOB_COMPLETION_INDEX")
+    with pytest.raises(mirrored.ClusterError, match="could not learn who belongs to it"):
+        resolve_cluster(None, 1, {})
+
+
+CLOUD_TPU = "jax._src.clusters.cloud_tpu_cluster"
+
+
+def test_cloud_tpu_on_kubernetes(environment, monkeypatch):
+    """Two slices of two hosts each, as GKE describes them."""
+    environment(
+        {
+            "TPU_WORKER_HOSTNAMES": "host-0.svc,host-1.svc",
+            "TPU_WORKER_ID": "1",
+            "MEGASCALE_COORDINATOR_ADDRESS": "slice-0-host-0.svc:8080",
+            "MEGASCALE_NUM_SLICES": "2",
+            "MEGASCALE_SLICE_ID": "1",
+            # What JAX would otherwise ask the metadata server of the machine.
+            "TPU_SKIP_MDS_QUERY": "1",
+        }
+    )
+    monkeypatch.setattr(f"{CLOUD_TPU}.running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr("socket.gethostbyname", lambda host: "10.1.0.7")
+    found = resolve_cluster(None, 1, {})
+    assert place(found)[1:3] == (4, 3)
+    assert found.coordinator.startswith("slice-0-host-0.svc:")
+
+
+def test_cloud_tpu_machine(environment, monkeypatch):
+    """A slice of three hosts, as the metadata server describes it."""
+    environment({})
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    metadata = {
+        "agent-worker-number": "2",
+        "worker-network-endpoints": "a:b:10.1.0.7,c:d:10.1.0.8,e:f:10.1.0.9",
+        "tpu-env": "ACCELERATOR_TYPE: 'v4-24'\nWORKER_ID: '2'",
+    }
+    monkeypatch.setattr(f"{CLOUD_TPU}.running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(f"{CLOUD_TPU}.get_metadata", lambda key: (metadata[key], 200))
+    found = resolve_cluster(None, 1, {})
+    assert place(found)[1:3] == (3, 2)
+    assert found.coordinator.startswith("10.1.0.7:")
 
 
 def test_no_cluster(environment):

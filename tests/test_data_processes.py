@@ -16,6 +16,7 @@ PROGRAM = """
 import json, sys
 import mirrored.testing
 mirrored.testing.use_cpu_devices(int(sys.argv[3]))
+import grain
 import jax
 import numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), initialization_timeout=60)
@@ -34,6 +35,25 @@ def pieces(context):
     first = 10 * context.input_pipeline_id
     return [np.full(2 - number % 2, first + number) for number in range(3)]
 
+def sharded(context):
+    return grain.MapDataset.range(14)[context.input_pipeline_id :: context.num_input_pipelines]
+
+def grain_map(context):
+    return sharded(context).batch(context.get_per_replica_batch_size(8))
+
+def grain_iter(context):
+    return sharded(context).to_iter_dataset().batch(context.get_per_replica_batch_size(8))
+
+def grain_loader(context):
+    options = grain.sharding.ShardOptions(
+        shard_index=context.input_pipeline_id, shard_count=context.num_input_pipelines
+    )
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 14, 1),
+        sampler=grain.samplers.IndexSampler(14, options, num_epochs=1),
+        operations=[grain.transforms.Batch(context.get_per_replica_batch_size(8))],
+    )
+
 batches = [np.arange(8), np.arange(8, 14)]
 datasets = {
     "arrays": strategy.distribute_dataset(np.arange(14), 8),
@@ -41,9 +61,22 @@ datasets = {
     "pieces": strategy.distribute_datasets_from_function(pieces),
 }
 result = {name: [local(batch) for batch in dataset] for name, dataset in datasets.items()}
+for function in (grain_map, grain_iter, grain_loader):
+    name = function.__name__
+    datasets[name] = strategy.distribute_datasets_from_function(function)
+    result[name] = [local(batch) for batch in datasets[name]]
+    # Goes on after the first batch, in a new program as far as the data sets know.
+    stopped = iter(datasets[name])
+    next(stopped)
+    resumed = strategy.distribute_datasets_from_function(function)
+    resumed.set_state(stopped.get_state())
+    result[name + " resumed"] = [local(batch) for batch in resumed]
 result["explained"] = datasets["arrays"].explain_input().splitlines()
 print("RESULT" + json.dumps(result), flush=True)
 """
+
+
+GRAIN = ("grain_map", "grain_iter", "grain_loader")
 
 
 def run_in_two_processes(devices):
@@ -79,6 +112,14 @@ def test_two_workers_with_one_device_each():
         assert second[kind] == [[[4, 5, 6, 7]], [[11, 12, 13]]]
     assert first["pieces"] == [[[0, 0]], [[1]], [[2, 2]]]
     assert second["pieces"] == [[[10, 10]], [[11]], [[12, 12]]]
+    for kind in GRAIN:
+        # Grain's samplers give each worker a block, a slice every second row.
+        blocks = kind == "grain_loader"
+        evens, odds = [[[0, 2, 4, 6]], [[8, 10, 12]]], [[[1, 3, 5, 7]], [[9, 11, 13]]]
+        assert first[kind] == ([[[0, 1, 2, 3]], [[4, 5, 6]]] if blocks else evens)
+        assert second[kind] == ([[[7, 8, 9, 10]], [[11, 12, 13]]] if blocks else odds)
+        assert first[f"{kind} resumed"] == first[kind][1:]
+        assert second[f"{kind} resumed"] == second[kind][1:]
     assert first["explained"][1:] == [
         "process 0 (this one) reads every batch and keeps",
         "  replica 0 on cpu:0: rows 0 to 3 of 8",
@@ -96,3 +137,7 @@ def test_two_workers_with_two_devices_each():
         assert second[kind] == [[[4, 5], [6, 7]], [[12, 13], []]]
     assert first["pieces"] == [[[0, 0], [1]], [[2, 2], []]]
     assert second["pieces"] == [[[10, 10], [11]], [[12, 12], []]]
+    for kind in GRAIN[:2]:
+        assert first[kind] == [[[0, 2], [4, 6]], [[8, 10], [12]]]
+        assert second[kind] == [[[1, 3], [5, 7]], [[9, 11], [13]]]
+        assert second[f"{kind} resumed"] == second[kind][1:]

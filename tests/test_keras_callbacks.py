@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import signal
@@ -12,8 +13,18 @@ import pytest
 from conftest import make_strategy
 
 from mirrored.keras import _private
+from mirrored.keras._callbacks import BatchCalls, batch_calls
 
-N, BATCH, STEPS = 22, 4, 6
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Batches of one size, so that one program serves; uneven ones are in test_keras_exact.py.
+N, BATCH, STEPS = 24, 4, 6
+
+
+@pytest.fixture(scope="module")
+def two():
+    """One strategy for all, so that models and their programs serve more than one test."""
+    return make_strategy(2)
 
 
 def data():
@@ -22,21 +33,40 @@ def data():
     return x, x.sum(axis=1, keepdims=True)
 
 
-def build(strategy, **compile_arguments):
+# By strategy: a compiled model and the values of its variables when it was new.
+FRESH = {}
+
+
+def build(strategy):
+    """Returns the model as it was when new, with the programs it has by now."""
+    if strategy not in FRESH:
+        model = build_anew(strategy)
+        values = [np.array(variable.value) for variable in everything(model)]
+        # A model's first fit draws an order more than the others do.
+        fit(model, [], epochs=1)
+        FRESH[strategy] = model, values
+    model, values = FRESH[strategy]
+    for variable, value in zip(everything(model), values, strict=True):
+        variable.assign(value)
+    model.stop_training = False
+    model._initial_epoch = 0  # BackupAndRestore's
     keras.utils.set_random_seed(5)
-    keras.backend.clear_session()
+    return model
 
-    def make():
+
+def everything(model):
+    return [*model.variables, *model.optimizer.variables]
+
+
+def build_anew(strategy, **compile_arguments):
+    keras.utils.set_random_seed(5)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
-        model.compile(
-            **{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"} | compile_arguments
-        )
-        return model
-
-    if strategy is None:
-        return make()
-    with strategy.scope():
-        return make()
+        arguments = {"optimizer": lambda: keras.optimizers.Adam(0.01), "loss": "mse"}
+        arguments |= compile_arguments
+        model.compile(**arguments | {"optimizer": arguments["optimizer"]()})
+        model.optimizer.build(model.trainable_variables)
+    return model
 
 
 def fit(model, callbacks, epochs=3, **arguments):
@@ -130,67 +160,100 @@ def test_a_batch_callback_may_evaluate_and_predict_in_the_middle(two):
     assert_same(fit(build(two), [Nested()]), expected)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0),
-        lambda path: keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0),
-        lambda path: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
-        lambda path: keras.callbacks.CSVLogger(str(path / "log.csv")),
-        lambda path: keras.callbacks.ModelCheckpoint(str(path / "m{epoch}.keras")),
-        lambda path: keras.callbacks.ModelCheckpoint(
-            str(path / "best.weights.h5"),
-            save_weights_only=True,
-            save_best_only=True,
-            monitor="loss",
-        ),
-        lambda path: keras.callbacks.ModelCheckpoint(str(path / "b.keras"), save_freq=2),
-        lambda path: keras.callbacks.BackupAndRestore(str(path / "backup")),
-        lambda path: keras.callbacks.BackupAndRestore(str(path / "backup"), save_freq=2),
-        lambda path: keras.callbacks.TerminateOnNaN(),
-        lambda path: keras.callbacks.SwapEMAWeights(),
-        lambda path: keras.callbacks.ProgbarLogger(),
-        lambda path: keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
-    ],
-    ids=[
-        "early",
-        "plateau",
-        "schedule",
-        "csv",
-        "checkpoint",
-        "best",
-        "every_2",
-        "backup",
-        "backup_2",
-        "nan",
-        "ema",
-        "progbar",
-        "lambda",
-    ],
-)
-def test_built_in_callbacks_give_the_logs_of_one_device(make, tmp_path, two, request):
-    ema = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True)}
+CALLBACKS = {
+    "early": lambda path: keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0),
+    "best_restored": lambda path: keras.callbacks.EarlyStopping(
+        "loss", mode="max", patience=1, restore_best_weights=True
+    ),
+    "plateau": lambda path: keras.callbacks.ReduceLROnPlateau(
+        "loss", factor=0.5, patience=1, min_delta=100.0
+    ),
+    "schedule": lambda path: keras.callbacks.LearningRateScheduler(
+        lambda epoch, rate: rate / (epoch + 1)
+    ),
+    "csv": lambda path: keras.callbacks.CSVLogger(str(path / "log.csv")),
+    "checkpoint": lambda path: keras.callbacks.ModelCheckpoint(str(path / "m{epoch}.keras")),
+    "best": lambda path: keras.callbacks.ModelCheckpoint(
+        str(path / "best.weights.h5"), save_weights_only=True, save_best_only=True, monitor="loss"
+    ),
+    "every_2": lambda path: keras.callbacks.ModelCheckpoint(
+        str(path / "b{epoch}-{batch}.weights.h5"), save_weights_only=True, save_freq=2
+    ),
+    "backup": lambda path: keras.callbacks.BackupAndRestore(str(path / "backup")),
+    "backup_2": lambda path: keras.callbacks.BackupAndRestore(str(path / "backup"), save_freq=2),
+    "nan": lambda path: keras.callbacks.TerminateOnNaN(),
+    "progbar": lambda path: keras.callbacks.ProgbarLogger(),
+    "lambda": lambda path: keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: (path / f"{epoch}").write_text("")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLBACKS))
+def test_built_in_callbacks_do_what_they_do_on_one_device(name, tmp_path, two):
     found = []
     for strategy in (None, two):
         path = tmp_path / str(len(found))
         path.mkdir()
         model = build(strategy)
-        if "ema" in request.node.name:
-            if strategy is None:
-                model.compile(ema["optimizer"](), "mse")
-            else:
-                with strategy.scope():
-                    model.compile(ema["optimizer"](), "mse")
-        arguments = {"validation_split": 0.25} if "ema" in request.node.name else {}
-        found.append((fit(model, [make(path)], **arguments), model.get_weights(), path))
-    assert_same(found[1][0], found[0][0])
-    for got, wanted in zip(found[1][1], found[0][1]):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    assert sorted(os.listdir(found[1][2])) == sorted(os.listdir(found[0][2]))
-    if "csv" in request.node.name:
-        with open(found[1][2] / "log.csv") as file:
+        history = fit(model, [CALLBACKS[name](path)])
+        values = [np.array(variable.value) for variable in everything(model)]
+        files = sorted(os.listdir(path))
+        saved = [weights_in(path / file) for file in files if file.endswith((".h5", ".keras"))]
+        found.append((history, values, files, saved))
+    (expected, values, files, saved), ours = found
+    assert_same(ours[0], expected)
+    # The optimizer's state is among them: its learning rate, too.
+    assert_close(ours[1], values)
+    assert ours[2] == files
+    for got, wanted in zip(ours[3], saved, strict=True):
+        assert_close(got, wanted)
+    if name == "early":
+        assert len(expected["loss"]) == 2
+    if name in ("checkpoint", "every_2"):
+        assert len(saved) == {"checkpoint": 3, "every_2": 9}[name]
+    if name == "csv":
+        with open(tmp_path / "1" / "log.csv") as file:
             rows = list(csv.DictReader(file))
-        np.testing.assert_allclose([float(r["loss"]) for r in rows], found[0][0]["loss"], rtol=1e-5)
+        np.testing.assert_allclose([float(r["loss"]) for r in rows], expected["loss"], rtol=1e-5)
+
+
+def assert_close(found, expected):
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def weights_in(file):
+    """The weights of a file, read by one device."""
+    if file.suffix == ".keras":
+        return keras.models.load_model(file).get_weights()
+    model = build_anew(None)
+    model.load_weights(file)
+    return model.get_weights()
+
+
+def test_averaged_weights_are_swapped_in_for_the_validation(two):
+    found = []
+    for strategy in (None, two):
+        model = build_anew(strategy, optimizer=lambda: keras.optimizers.Adam(0.01, use_ema=True))
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+        history = fit(model, callbacks, epochs=2, validation_data=data())
+        found.append((history, model.get_weights()))
+    assert_same(found[1][0], found[0][0])
+    assert_close(found[1][1], found[0][1])
+
+
+def test_an_orbax_checkpoint_is_saved_after_each_epoch(tmp_path, two):
+    # What is in it is asked by Keras's own tests, which scripts/keras_own_tests.py runs.
+    pytest.importorskip("keras", minversion="3.13")
+    callback = keras.callbacks.OrbaxCheckpoint(
+        str(tmp_path / "o"), save_freq="epoch", max_to_keep=9
+    )
+    assert batch_calls(keras.callbacks.CallbackList([callback]), "train") is BatchCalls.NOTHING
+    expected = fit(build(two), [])
+    assert fit(build(two), [callback]) == expected
+    callback.wait_until_finished()
+    assert sorted(os.listdir(tmp_path / "o")) == ["0", "1", "2"]
 
 
 def test_checkpoints_restore_into_one_device(tmp_path, two):
@@ -234,7 +297,7 @@ def test_stop_asked_for_before_an_epoch_ends_it_after_one_step(two):
 
 
 def test_backup_and_restore_goes_on_where_it_stopped(tmp_path, two):
-    whole = build(two)
+    whole = build_anew(two)
     fit(whole, [], epochs=4, shuffle=False)
 
     class Crash(keras.callbacks.Callback):
@@ -245,10 +308,10 @@ def test_backup_and_restore_goes_on_where_it_stopped(tmp_path, two):
     def backup():
         return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
 
-    first = build(two)
+    first = build_anew(two)
     with pytest.raises(OSError, match="power"):
         fit(first, [backup(), Crash()], epochs=4, shuffle=False)
-    again = build(two)
+    again = build_anew(two)
     history = fit(again, [backup()], epochs=4, shuffle=False)
     assert len(history["loss"]) == 2
     for got, wanted in zip(again.get_weights(), whole.get_weights()):
@@ -269,15 +332,15 @@ def test_ctrl_c_leaves_a_usable_model(two):
     with pytest.raises(KeyboardInterrupt):
         fit(model, [Interrupting()])
     assert signal.getsignal(signal.SIGINT) is handler
-    reference = build(two)
-    fit(reference, [], epochs=1)
-    for got, wanted in zip(model.get_weights(), reference.get_weights()):
-        np.testing.assert_array_equal(got, wanted)
+    interrupted = model.get_weights()
     assert len(fit(model, [])["loss"]) == 3
+    fit(build(two), [], epochs=1)
+    for got, wanted in zip(interrupted, model.get_weights()):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_ctrl_c_inside_a_step_waits_until_the_model_has_its_values(two):
-    model = build(two)
+    model = build_anew(two)
     fit(model, [], epochs=1)
     program = _private.step_function(model, "train")
     (traced,) = [trace for key, trace in program._traces.items() if key[1][0] == BATCH]
@@ -319,7 +382,7 @@ def test_an_error_in_user_code_leaves_a_usable_model(where, two):
             yield x[start : start + 4], y[start : start + 4]
         raise ZeroDivisionError(where)
 
-    model = build(two, loss=loss)
+    model = build_anew(two, loss=loss)
     before = model.get_weights()
     with pytest.raises(ZeroDivisionError):
         if where == "data":
@@ -337,7 +400,7 @@ def test_an_error_in_user_code_leaves_a_usable_model(where, two):
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_predict_callbacks_get_the_rows_of_their_batch(group, two):
-    model = build(two, steps_per_execution=group)
+    model = build_anew(two, steps_per_execution=group)
     rows = []
     callback = keras.callbacks.LambdaCallback()
     callback.on_predict_batch_end = lambda batch, logs: rows.append((batch, logs["outputs"]))

@@ -14,6 +14,7 @@ from conftest import make_strategy
 import mirrored.keras
 
 pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
     # Keras says so at the end of the first epoch of data without a length.
     pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning"),
 ]
@@ -261,8 +262,8 @@ def train(case, strategy):
         model,
         history,
         [np.asarray(w) for w in model.get_weights()],
-        model.predict(inputs, batch_size=7, verbose=0),
-        model.evaluate(inputs, y, batch_size=7, verbose=0) if case != "custom_loss" else 0,
+        model.predict(inputs, batch_size=15, verbose=0),
+        model.evaluate(inputs, y, batch_size=15, verbose=0) if case != "custom_loss" else 0,
     )
 
 

@@ -17,6 +17,8 @@ import mirrored
 import mirrored.keras
 from mirrored.keras._flight import Pace
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 X = np.arange(14, dtype="float32").reshape(7, 2) / 14
 Y = X.sum(axis=1, keepdims=True)
 
@@ -176,7 +178,7 @@ def test_steps_outside_an_epoch_equal_one_device(two):
             model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
         else:
             model = compiled(strategy, metrics=["mae"])
-        logs = [model.train_on_batch(X[:n], Y[:n], return_dict=True) for n in (4, 3, 1, 7)]
+        logs = [model.train_on_batch(X[:n], Y[:n], return_dict=True) for n in (4, 1, 7)]
         logs.append(model.test_on_batch(X, Y, return_dict=True))
         logs.append(model.train_on_batch(X, Y, sample_weight=np.arange(7.0), return_dict=True))
         found.append((logs, model.predict_on_batch(X[:5]), model.evaluate(X, Y, verbose=0)))
@@ -320,6 +322,25 @@ def test_the_mixin_says_the_same(two):
     alone.compile("sgd", "mse")
     fit(alone)
     assert device_count(alone) == 1
+
+
+def test_the_limits_of_keras_config_are_kept_and_said(two):
+    model = compiled(two)
+    keras.config.set_max_epochs(2)
+    try:
+        with pytest.warns(UserWarning, match="Limiting epochs to 2"):
+            assert len(fit(model, epochs=5)["loss"]) == 2
+    finally:
+        keras.config.set_max_epochs(None)
+
+
+def test_validation_data_is_looked_at_before_the_first_epoch(two):
+    model = compiled(two)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="expected to be in format"):
+        fit(model, validation_data=(X, Y, Y, Y))
+    for one, other in zip(model.get_weights(), before):
+        np.testing.assert_array_equal(one, other)
 
 
 # --- what must be there ------------------------------------------------------------------------

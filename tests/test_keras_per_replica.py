@@ -12,6 +12,8 @@ import mirrored
 import mirrored.keras
 from mirrored.keras import _private
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def data(n=12):
     rng = np.random.default_rng(3)

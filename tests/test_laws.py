@@ -26,7 +26,7 @@ def make_data(rows, seed=0):
 class Program:
     """A small network trained with the custom loop; its steps count their traces."""
 
-    def __init__(self, strategy, tx, exact=True):
+    def __init__(self, strategy, tx, exact=True, communication=None):
         self.traces = 0
         with strategy.scope():
             self.w1 = mirrored.Variable(np.linspace(-1, 1, 30, dtype="f").reshape(6, 5), name="w1")
@@ -34,7 +34,7 @@ class Program:
             self.w2 = mirrored.Variable(np.linspace(1, -1, 10, dtype="f").reshape(5, 2), name="w2")
             self.mean = mirrored.Variable(np.zeros(5, "f"), aggregation="mean", name="mean")
             self.seen = mirrored.Variable(0.0, synchronization="on_read", aggregation="sum")
-            optimizer = mirrored.Optimizer(tx)
+            optimizer = mirrored.Optimizer(tx, **(communication or {}))
         self.trainable = [self.w1, self.b1, self.w2]
 
         def train_step(x, y):
@@ -45,7 +45,9 @@ class Program:
                 per_example = ((hidden @ self.w2 - y) ** 2).sum(axis=1)
                 return mirrored.mean(per_example) if exact else per_example.mean()
 
-            loss, gradients = mirrored.value_and_grad(loss_fn, self.trainable)
+            loss, gradients = mirrored.value_and_grad(
+                loss_fn, self.trainable, reduce=not communication
+            )
             optimizer.apply_gradients(zip(gradients, self.trainable))
             weights = mirrored.get_replica_context().example_weights
             self.seen.assign_add(weights.sum())
@@ -62,8 +64,8 @@ class Program:
         return np.concatenate([v.numpy().ravel() for v in self.trainable])
 
 
-def train(strategy, tx, rows, batch_size, epochs=2, **options):
-    program = Program(strategy, tx)
+def train(strategy, tx, rows, batch_size, epochs=2, communication=None, **options):
+    program = Program(strategy, tx, communication=communication)
     losses = []
     dataset = strategy.distribute_dataset(make_data(rows), batch_size=batch_size, **options)
     for _ in range(epochs):
@@ -136,6 +138,18 @@ def test_every_kind_of_optimizer(make):
         program, losses = train(make_strategy(replicas), make(), 29, 8)
         np.testing.assert_allclose(losses, expected_losses, rtol=2e-4)
         np.testing.assert_allclose(program.values(), expected, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "communication",
+    [{"shard_state": True}, {"reduction": "reproducible"}, {"communication_dtype": jnp.float32}],
+    ids=lambda communication: next(iter(communication)),
+)
+def test_however_gradients_travel(communication):
+    expected, expected_losses = reference(optax.adam(0.05), 29, 8)
+    program, losses = train(make_strategy(4), optax.adam(0.05), 29, 8, communication=communication)
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
+    np.testing.assert_allclose(program.values(), expected, rtol=2e-4, atol=2e-5)
 
 
 @settings(max_examples=15, deadline=None)

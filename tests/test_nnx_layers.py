@@ -181,6 +181,62 @@ def test_transformations(tx):
     check(lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0)), tx, replica_counts=(2,))
 
 
+def test_ways_to_reduce_gradients(two):
+    """In bfloat16 1.001 and 3.001 are 1 and 3; in one order the sum is that of the tree."""
+    gradients = [np.float32([1.001, 2.0]), np.float32([3.001, 4.0])]
+
+    def updated(strategy, gradients, **options):
+        with strategy.scope():
+            model = nnx.Module()
+            model.w = nnx.Param(jnp.zeros(2))
+            optimizer = mirrored.nnx.Optimizer(model, optax.sgd(1.0), **options)
+
+        def step(model, optimizer, gradient):
+            state = nnx.state(model)
+            optimizer.update(model, jax.tree.map(lambda _: gradient, state))
+
+        strategy.run(step, args=(model, optimizer, mirrored.PerReplica(gradients)))
+        return model.w[...].tolist()
+
+    assert updated(two, gradients, communication_dtype=jnp.bfloat16) == [-2.0, -3.0]
+    parts = RANDOM.normal(size=(4, 2)).astype(np.float32)
+    tree = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    options = {"reduce": "sum", "reduction": "reproducible"}
+    assert updated(make_strategy(4), list(parts), **options) == (-tree).tolist()
+    with pytest.raises(mirrored.ArgumentError, match="reduce=None"):
+        updated(two, gradients, reduce=None)
+    with pytest.raises(mirrored.ArgumentError, match="'exact'"):
+        updated(two, gradients, reduction="exact")
+
+
+def test_the_same_bits_on_one_device_and_on_four():
+    """A reproducible gradient is one of an nnx.State; batches are of 8 rows."""
+
+    def train_step(model, optimizer, batch):
+        graphdef, parameters = nnx.split(model)
+
+        def loss_fn(parameters, x, y):
+            return mirrored.mean(losses_of(nnx.merge(graphdef, parameters), x, y))
+
+        step = mirrored.reproducible_value_and_grad(loss_fn, micro_shards=4)
+        loss, gradients = step(parameters, *batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    def trained(replica_count):
+        strategy = make_strategy(replica_count)
+        with strategy.scope():
+            model = Lora(nnx.Rngs(0))
+            optimizer = mirrored.nnx.Optimizer(model, optax.adam(1e-2))
+        for batch in strategy.distribute_dataset((X[:8], Y[:8]), batch_size=8):
+            strategy.run(train_step, args=(model, optimizer, batch))
+            strategy.run(train_step, args=(model, optimizer, batch))
+        return arrays(model, optimizer)
+
+    for mine, theirs in zip(trained(4), trained(1), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_the_state_of_a_model_in_functional_style(two):
     """An nnx.State goes in and comes out as a pytree; gradients of it are one too."""
     graphdef, parameters = nnx.split(nnx.Linear(6, 4, rngs=nnx.Rngs(0)))

@@ -429,6 +429,13 @@ def test_gradient_of_a_captured_array_is_refused(two):
     with pytest.raises(mirrored.GradientError, match="args="):
         two.run(replica_function, (PerReplica([1.0, 2.0]),))
 
+    # Averaged once more, as in tf.distribute, it would be wrong by a factor of two.
+    def averaged(x):
+        return mirrored.get_replica_context().all_reduce("mean", replica_function(x))
+
+    with pytest.raises(mirrored.GradientError, match="args="):
+        two.run(averaged, (PerReplica([1.0, 2.0]),))
+
     @jax.jit
     def jitted(w, x):
         return two.run(lambda x: jax.grad(lambda w: (w * x).sum())(w), (x,))

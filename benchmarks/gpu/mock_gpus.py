@@ -10,38 +10,19 @@ GPU it does the same for virtual CPU devices and a small model.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
-import re
-from typing import Any
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import jax
+import results
 from contender import jax_problem
 from steps import functional_step
 
-import mirrored
+import mirrored.plan
 import mirrored.testing
-
-_COLLECTIVE = re.compile(
-    r"= (?P<shapes>\(?[a-z0-9]+\[[^=]*?) "
-    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+)(?P<bits>\d+)\[(?P<dims>[0-9,]*)\]")
-
-
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Counts the collectives of a compiled program and the bytes of their results."""
-    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
-    # Long tuples carry comments such as /*index=5*/.
-    for match in _COLLECTIVE.finditer(re.sub(r"/\*.*?\*/", "", text)):
-        entry = found[match["kind"]]
-        entry["count"] += 1
-        for shape in _SHAPE.finditer(match["shapes"]):
-            size = int(shape["bits"]) // 8
-            for dimension in filter(None, shape["dims"].split(",")):
-                size *= int(dimension)
-            entry["bytes"] += size
-    return dict(found)
 
 
 def main() -> None:
@@ -52,42 +33,36 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         mirrored.testing.use_cpu_devices(options.gpus)
-    else:
-        jax.config.update("jax_mock_gpu_topology", f"1x{options.gpus}x1")
-        jax.config.update("jax_use_mock_gpu_client", True)
+    # Before anything else uses JAX.
+    strategy = mirrored.plan.strategy(f"{'cpu' if options.cpu else 'gpu'}:{options.gpus}")
     problem, _ = jax_problem("gpt2", options.cpu)
-    strategy = mirrored.MirroredStrategy()
-    count = strategy.num_replicas_in_sync
-    placement = strategy.placement
-
-    def mirrored_shape(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.mirrored)
-
-    weights = jax.tree.map(mirrored_shape, problem.weights)
-    state = (weights, {}, jax.tree.map(mirrored_shape, jax.eval_shape(problem.tx.init, weights)))
+    state = (problem.weights, {}, jax.eval_shape(problem.tx.init, problem.weights))
     batch = tuple(
-        mirrored.PerReplica.from_stacked(
-            jax.ShapeDtypeStruct((count, *item.shape), item.dtype, sharding=placement.split)
+        mirrored.plan.batch(
+            strategy,
+            jax.ShapeDtypeStruct((options.gpus * item.shape[0], *item.shape[1:]), item.dtype),
         )
         for item in problem.batch
     )
-    compiled = functional_step(problem, strategy).lower(state, batch).compile()
-    memory: Any = compiled.memory_analysis()
-    parameters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-    result = {
-        "devices": count,
-        "parameter_bytes": parameters,
-        "collectives": collectives(compiled.as_text()),
+    planned = mirrored.plan.plan(strategy, functional_step(problem, strategy), state, batch)
+    program = planned.program
+    found = {
+        "devices": options.gpus,
+        "parameter_bytes": planned.memory["parameters"],
+        "collectives": {
+            one.kind: {"count": one.count, "bytes": one.bytes} for one in program.collectives
+        },
         "memory": {
-            "arguments": memory.argument_size_in_bytes,
-            "of them donated": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
+            "arguments": program.arguments,
+            "of them donated": program.donated,
+            "temporaries": program.temporaries,
         },
     }
-    print(json.dumps(result, indent=1))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+    print(json.dumps(found, indent=1))
+    case = {"name": f"R = {options.gpus}", "contenders": {"mirrored": found}, "ratios": {}}
+    caveats = ["Compiled for GPUs that are not there; nothing ran."]
+    versions = {"jax": results.versions()}
+    results.write_result(options.json, f"gpu-mock-{options.gpus}", [case], versions, caveats)
 
 
 if __name__ == "__main__":

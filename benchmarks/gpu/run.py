@@ -29,6 +29,7 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import driver
+import results
 from driver import ContenderError, Process
 
 HERE = pathlib.Path(__file__).parent
@@ -189,7 +190,7 @@ def show(report: Report) -> None:
     for name, figures in report.contenders.items():
         if "rounds" not in figures:
             continue
-        low, *_, high = statistics.quantiles(figures["rounds"], n=4)
+        low, high = results.quartiles(figures["rounds"])
         text = f"    {name:18} {figures['median']:10.1f} us a step"
         text += f" (half of the rounds in {low:.1f}..{high:.1f}), host {figures['host']:.1f} us"
         if figures.get("peak_bytes"):
@@ -230,7 +231,7 @@ def measure(workload: str, processes: dict[str, Process], options: Any) -> Repor
     return report
 
 
-def read_memory(reports: dict[str, Report], options: Any, cache: str) -> None:
+def read_memory(reports: dict[str, Report], options: Any, cache: str, started: list[Any]) -> None:
     """Reads the peak memory of each JAX contender alone, all at once: time does not matter."""
     say("memory")
     probes = {}
@@ -238,6 +239,7 @@ def read_memory(reports: dict[str, Report], options: Any, cache: str) -> None:
         for name in STYLES:
             if name in report.contenders:
                 probes[workload, name] = start(workload, "jax", options, cache)
+                started.append(probes[workload, name])
                 probes[workload, name].send(make=name)
                 probes[workload, name].send(losses=3, of=name)
                 probes[workload, name].send(memory=1)
@@ -330,21 +332,28 @@ def run(options: Any, cache: str, started: list[Any]) -> None:
             reports[workload] = measure(workload, processes[workload], options)
         except ContenderError as error:
             say(f"{workload} FAILED: {error}")
-        if workload != "gpt2":
-            for process in processes[workload].values():
+        # What is not needed any more gives its memory back: the probes come beside the rest.
+        for library, process in processes[workload].items():
+            if (workload, library) != ("gpt2", "jax"):
                 process.end()
     mock = start_mock(options)
     started.append(mock)
-    read_memory(reports, options, cache)
+    read_memory(reports, options, cache, started)
     mock.wait()
-    if "gpt2" in workloads:
+    if "gpt2" in reports:
         measure_variants(processes["gpt2"], options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(ROUNDS), choices=ROUNDS)
-    parser.add_argument("--libraries", nargs="+", default=["jax", "torch"])
+    parser.add_argument(
+        "--without-torch",
+        dest="libraries",
+        action="store_const",
+        const=["jax"],
+        default=["jax", "torch"],
+    )
     parser.add_argument("--xla-flags", nargs="*", default=FLAGS)
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the script")
     parser.add_argument("--budget", type=int, default=480, help="seconds it may take")

@@ -30,6 +30,7 @@ from mirrored._errors import (
     VariableError,
     WorkerError,
 )
+from mirrored._explanation import Explanation
 from mirrored._function import Function, function
 from mirrored._functional_state import shard_state
 from mirrored._gradients import grad, mean, value_and_grad
@@ -37,6 +38,7 @@ from mirrored._objects import add_adapter as _add_adapter
 from mirrored._optimizer import Optimizer
 from mirrored._parameter_server import (
     ClusterCoordinator,
+    ClusterStatus,
     EmbeddingTable,
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -46,10 +48,13 @@ from mirrored._parameter_server import (
     PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
+    ServerStatus,
     Staleness,
+    WorkerStatus,
     bounded,
     current_worker_index,
 )
+from mirrored._profile import profile
 from mirrored._progress import progress
 from mirrored._replica import ReplicaContext, get_replica_context, in_cross_replica_context
 from mirrored._reproducible import reproducible_value_and_grad
@@ -80,11 +85,13 @@ __all__ = [
     "Cluster",
     "ClusterCoordinator",
     "ClusterError",
+    "ClusterStatus",
     "ContextError",
     "DataError",
     "DeviceError",
     "DistributedDataset",
     "EmbeddingTable",
+    "Explanation",
     "FixedShardsPartitioner",
     "Function",
     "GradientError",
@@ -110,6 +117,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "ServerError",
+    "ServerStatus",
     "ShapeError",
     "Staleness",
     "Strategy",
@@ -120,6 +128,7 @@ __all__ = [
     "VariableError",
     "VariableSynchronization",
     "WorkerError",
+    "WorkerStatus",
     "__version__",
     "accumulated_value_and_grad",
     "as_mirrored",
@@ -132,6 +141,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "mean",
+    "profile",
     "progress",
     "reproducible_value_and_grad",
     "shard_state",

@@ -111,7 +111,15 @@ def resolve_cluster(
         )
     if known.get("TF_CONFIG"):
         return _parsed_tf_config(known["TF_CONFIG"])
-    detected = _compat.detect_cluster(timeout)
+    try:
+        detected = _compat.detect_cluster(timeout)
+    except RuntimeError as error:
+        raise ClusterError(
+            fact=f"JAX found signs of a cluster, and could not learn who belongs to it: {error}",
+            expected="a scheduler that tells, or a description.",
+            hint=f"see what it says; or set {COORDINATOR}, {PROCESS_COUNT} and {PROCESS_ID}, or "
+            "pass cluster=mirrored.Cluster(...).",
+        ) from error
     if detected is None:
         return None
     who, address, count, number, local = detected

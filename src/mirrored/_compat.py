@@ -131,7 +131,8 @@ def detect_cluster(timeout: float) -> tuple[str, str, int, int, tuple[int, ...] 
     )
     if address is None or count is None or number is None:
         return None
-    return found.name, address, int(count), int(number), None if local is None else tuple(local)
+    who = found.name or found.__name__.removesuffix("Cluster").lower()
+    return who, address, int(count), int(number), None if local is None else tuple(local)
 
 
 def coordination_client() -> Any:
@@ -143,11 +144,3 @@ def distributed_runtime() -> tuple[str, int, int]:
     """Returns (coordinator address, process count, process id) of jax.distributed."""
     state = _distributed.global_state
     return str(state.coordinator_address), state.num_processes, state.process_id
-
-
-def start_preemption_service() -> None:
-    """Lets SIGTERM be answered by ``reached_preemption_sync_point`` instead of death."""
-    state = _distributed.global_state
-    if state.preemption_sync_manager is None:
-        jax.config.update("jax_enable_preemption_service", True)
-        state.initialize_preemption_sync_manager()

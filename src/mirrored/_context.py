@@ -208,13 +208,13 @@ def require_argument_nest(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
     """Checks the ``args`` and ``kwargs`` of ``run``."""
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(
-            fact=f"run was given args={args!r} ({type(args).__name__}).",
+            fact=f"run was given args of type {type(args).__name__}.",
             expected="a tuple or a list of positional arguments.",
             hint="for a single argument write args=(x,).",
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentError(
-            fact=f"run was given kwargs={kwargs!r} ({type(kwargs).__name__}).",
+            fact=f"run was given kwargs of type {type(kwargs).__name__}.",
             expected="a dictionary of keyword arguments.",
             hint='write kwargs={"name": value}.',
         )

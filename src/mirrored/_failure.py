@@ -21,7 +21,7 @@ from typing import Any, final
 
 import jax
 
-from mirrored import _workers
+from mirrored import _preemption, _workers
 from mirrored._cluster import Cluster, resolve_cluster
 from mirrored._errors import WorkerError
 from mirrored._report import EXIT_BYSTANDER, RUN_DIRECTORY, Failure
@@ -72,8 +72,10 @@ class Watch:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self._preemption = _preemption.start(workers)
         self._me = workers.process_id
         self._over = threading.Event()
+        self._telling = threading.Lock()
         self._ending = threading.Lock()
         self._failed_itself = False
         now = time.monotonic()
@@ -97,9 +99,11 @@ class Watch:
 
     def _leave(self) -> None:
         """Tells the others that this program has come to its end."""
-        self._over.set()
         try:
-            self._workers.tell(f"beat/{self._me}", f"{_LEFT} {last_step()}")
+            with self._telling:
+                self._over.set()
+                self._workers.tell(f"beat/{self._me}", f"{_LEFT} {last_step()}")
+            self._preemption.leave()
         except jax.errors.JaxRuntimeError:
             # Worker 0 has left first; there is nobody to tell.
             return
@@ -108,13 +112,19 @@ class Watch:
 
     def _beat(self) -> None:
         count = 0
-        while not self._over.wait(self._interval):
+        while True:
+            self._preemption.wait(self._interval)
             count += 1
-            self._asked_at = time.monotonic()
             try:
-                self._workers.tell(f"beat/{self._me}", f"{count} {last_step()}")
-                beats = self._workers.client.key_value_dir_get("mirrored/beat/")
-                failures = self._workers.client.key_value_dir_get("mirrored/failure/")
+                with self._telling:
+                    if self._over.is_set():
+                        # The last word is that this worker has left.
+                        return
+                    self._asked_at = time.monotonic()
+                    self._workers.tell(f"beat/{self._me}", f"{count} {last_step()}")
+                beats = self._workers.all_under("beat")
+                failures = self._workers.all_under("failure")
+                self._preemption.exchange()
             except jax.errors.JaxRuntimeError:
                 # Worker 0 is gone, or the run is ending: the rest is for the one who
                 # finds out why.

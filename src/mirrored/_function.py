@@ -10,6 +10,7 @@ from typing import Any, final
 
 from mirrored import _compat, _context
 from mirrored._program import Programs
+from mirrored._variable import Variable
 
 
 @final
@@ -58,6 +59,10 @@ class Function:
         Also logged at INFO level by the logger "mirrored" from the second on.
         """
         return tuple(self._programs.reasons)
+
+    def variables_used(self, *args: Any) -> list[Variable]:
+        """Lists the variables that the program for these arguments reads or writes."""
+        return self._programs.variables_used(args)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the program for these arguments; see ``jax.jit(...).lower``."""

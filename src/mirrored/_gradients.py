@@ -286,8 +286,13 @@ def _differentiate(
     has_aux: bool,
     reduce: bool,
 ) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # In traces the backward pass is this name, transposed.
+        with jax.named_scope("mirrored.forward"):
+            return function(*args, **kwargs)
+
     with _context.entered(reduces_gradients=True):
-        result, gradients = jax.value_and_grad(function, argnums=argnums, has_aux=has_aux)(
+        result, gradients = jax.value_and_grad(forward, argnums=argnums, has_aux=has_aux)(
             *args, **kwargs
         )
     context = _context.current()

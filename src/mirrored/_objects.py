@@ -59,6 +59,10 @@ class Taken(abc.ABC):
         """Makes new objects of ``arrays`` in the running trace, as a replica sees them."""
 
     @abc.abstractmethod
+    def roles(self) -> list[str]:
+        """Says what each array is for: PARAMETERS, OPTIMIZER_STATE or OTHER_STATE."""
+
+    @abc.abstractmethod
     def write(self, arrays: dict[int, Any]) -> None:
         """Puts new arrays, by number, into the caller's objects."""
 

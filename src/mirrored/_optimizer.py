@@ -22,7 +22,7 @@ from mirrored._placement import Placement, default_placement
 from mirrored._sharded_state import StateShards, component
 from mirrored._shards import reduced_shards, shard_flags
 from mirrored._sparse import IndexedSlices
-from mirrored._types import ReduceOp
+from mirrored._types import OPTIMIZER_STATE, ReduceOp
 from mirrored._values import PerReplica, is_object_leaf
 from mirrored._variable import Variable
 
@@ -140,6 +140,8 @@ class Optimizer:
             else:
                 state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
                 self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
+        for variable in jax.tree.leaves(self._state, is_leaf=is_object_leaf):
+            variable.role = OPTIMIZER_STATE
         self._variables = chosen
         waiting, self._when_built = self._when_built, []
         for callback in waiting:
@@ -314,7 +316,8 @@ class Optimizer:
                 component(leaf) for leaf in jax.tree.leaves(self._state, is_leaf=is_object_leaf)
             ]
         flags = shard_flags(parts, communicator) if self._check_finite else None
-        new_values, new_state = self._shards.update(parts, state, values, communicator, flags)
+        with jax.named_scope("mirrored.update"):
+            new_values, new_state = self._shards.update(parts, state, values, communicator, flags)
         with _context.entered(merging=True):
             for variable, value in zip(variables, new_values, strict=True):
                 variable.assign(value)
@@ -359,8 +362,9 @@ class Optimizer:
     _eager_step: Any = None
 
     def _step(self, gradients: Any, values: Any, state: Any) -> tuple[Any, Any, Any]:
-        updates, new_state = self._tx.update(gradients, state, values)
-        new_values = optax.apply_updates(values, updates)
+        with jax.named_scope("mirrored.update"):
+            updates, new_state = self._tx.update(gradients, state, values)
+            new_values = optax.apply_updates(values, updates)
         if not self._check_finite:
             return new_values, new_state, None
         flags = finite_flags(gradients)

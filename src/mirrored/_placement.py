@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mirrored import _compat, _workers
-from mirrored._errors import DeviceError, VariableError
+from mirrored._errors import ArgumentTypeError, DeviceError, VariableError
 
 # A jax.Device; type checkers see that name as a variable, not as a type.
 Device = Any
@@ -112,8 +112,11 @@ class Placement:
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def __reduce__(self) -> Any:
-        message = f"{self.describe()} belongs to this process and cannot be pickled"
-        raise TypeError(message)
+        raise ArgumentTypeError(
+            fact=f"the placement of {self.describe()} was pickled or copied.",
+            expected="one in each process, since it holds devices.",
+            hint="make the strategy in the process that uses it.",
+        )
 
 
 def device_name(device: Device) -> str:

@@ -166,7 +166,7 @@ def _common_placement(variables: list[Variable]) -> Placement | None:
     return None
 
 
-def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
+def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline, name: str) -> Any:
     """Makes the jitted program: (written, read, arguments) -> (new values, results, flags)."""
     evaluate = jaxpr_as_fun(jaxpr)
     written = {variable: index for index, variable in enumerate(outline.written)}
@@ -201,6 +201,8 @@ def _compile(jaxpr: Any, variables: list[Variable], outline: _Outline) -> Any:
         new_state = (flat[:written_count], flat[flags_end:])
         return new_state, flat[written_count:results_end], flat[results_end:flags_end]
 
+    # What traces, logs and XLA call it.
+    program.__name__ = program.__qualname__ = name
     shardings = [variable.storage_sharding for variable in outline.written]
     replaced_sharding = None if outline.placement is None else outline.placement.mirrored
     out_shardings = ((shardings, replaced_sharding), None, None)
@@ -217,6 +219,7 @@ class _Compiled:
         treedef: Any,
         leaves: list[Any],
         objects: _objects.Held,
+        name: str,
     ) -> None:
         self._places = [place for place, leaf in enumerate(leaves) if is_array_like(leaf)]
         while True:
@@ -227,7 +230,12 @@ class _Compiled:
                 continue
             break
         self._outline = outline
-        self._program = _compile(jaxpr, variables, outline)
+        self._program = _compile(jaxpr, variables, outline, name)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables the program reads or writes."""
+        return [*self._outline.written, *self._outline.read_only]
 
     def lower(self, leaves: list[Any], objects: _objects.Held) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
@@ -359,6 +367,11 @@ class Programs:
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
         return self._find(leaves, treedef, objects)[0].lower(leaves, objects)
 
+    def variables_used(self, args: tuple[Any, ...]) -> list[Variable]:
+        """Lists the variables that the program for these arguments reads or writes."""
+        leaves, treedef, objects = _objects.taken_from((args, {}))
+        return self._find(leaves, treedef, objects)[0].variables
+
     def _find(
         self, leaves: list[Any], treedef: Any, objects: _objects.Held
     ) -> tuple[_Compiled, Captures]:
@@ -372,7 +385,8 @@ class Programs:
                 return entry
         reason = reason or self._reason(key)
         objects.watch_captures(Captures(self._watched).objects())
-        compiled = _Compiled(self._function, treedef, leaves, objects)
+        name = getattr(self._watched, "__name__", type(self._watched).__name__)
+        compiled = _Compiled(self._function, treedef, leaves, objects, name)
         # The snapshot is taken after the trace: a counter that the function itself
         # advances while it is traced must not look like a change.
         entry = self._entries[key] = (compiled, Captures(self._watched))

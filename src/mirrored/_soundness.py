@@ -150,8 +150,9 @@ def _crosses_replicas(equation: Any) -> bool:
 
 def _unreachable_collective(name: str) -> ContextError:
     return ContextError(
-        fact=f"a collective ({name}) stands under a condition or in a loop that differs between "
-        "replicas, so only some of them would reach it and wait there for ever.",
+        fact=f"a collective ({name.removesuffix('_invariant')}) stands under a condition or in a "
+        "loop that differs between replicas, so only some of them would reach it and wait there "
+        "for ever.",
         expected="collectives that every replica reaches.",
         hint="take the collective out of the jax.lax.cond or while_loop, or decide on a value "
         'that is the same everywhere (ctx.all_reduce("max", condition)).',
@@ -191,11 +192,9 @@ def refuse_gradients_of_captures(inner: Any, operand_count: int) -> None:
     }
     if not captured:
         return
-    summed: dict[Any, int] = {}
-    shared: dict[Any, int] = {}
-    _count_sums(inner, summed, shared, transposed=False)
+    unexplained = _unexplained_sums(inner, {}, transposed=False)
     for shape in captured:
-        if summed.get(shape, 0) > shared.get(shape, 0):
+        if shape in unexplained:
             raise GradientError(
                 fact="the gradient with respect to an array that the replica function closed "
                 f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
@@ -211,21 +210,26 @@ def _shape_of(variable: Any) -> tuple[Any, Any]:
     return (variable.aval.shape, variable.aval.dtype)
 
 
-def _count_sums(
-    jaxpr: Any, summed: dict[Any, int], shared: dict[Any, int], *, transposed: bool
-) -> None:
-    """Counts the psums that differentiation inserted, and the collectives that explain them."""
+def _unexplained_sums(jaxpr: Any, shared: dict[Any, int], *, transposed: bool) -> set[Any]:
+    """The shapes of sums that differentiation inserted and no collective before them explains.
+
+    What a collective made is shared by all replicas as well: its gradient is summed for a good
+    reason. A collective that comes later, such as the one that averages the gradient once
+    more, explains nothing.
+    """
+    unexplained = set()
     for equation in jaxpr.eqns:
         backward = transposed or "transpose(" in str(equation.source_info.name_stack)
         name = equation.primitive.name
         if name.startswith(("psum", "all_reduce", "pmax", "pmin", "all_gather")):
-            # What a collective made is shared by all replicas as well: its gradient is
-            # summed for a good reason.
-            tally = summed if backward else shared
             for output in equation.outvars:
-                tally[_shape_of(output)] = tally.get(_shape_of(output), 0) + 1
+                shape = _shape_of(output)
+                shared[shape] = shared.get(shape, 0) + (-1 if backward else 1)
+                if shared[shape] < 0:
+                    unexplained.add(shape)
         for inner in _sub_programs(equation):
-            _count_sums(inner, summed, shared, transposed=backward)
+            unexplained |= _unexplained_sums(inner, shared, transposed=backward)
+    return unexplained
 
 
 def _sub_programs(equation: Any) -> Iterator[Any]:

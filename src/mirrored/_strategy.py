@@ -24,6 +24,8 @@ from mirrored._data import (
     distribute_from_function,
 )
 from mirrored._errors import ArgumentError, ContextError
+from mirrored._explain import explain_step
+from mirrored._explanation import Explanation
 from mirrored._finite import require_finite
 from mirrored._placement import Placement
 from mirrored._program import Programs
@@ -232,6 +234,50 @@ class Strategy(abc.ABC):
         """
         _context.require_cross_replica("strategy.check_finite")
         require_finite(nest)
+
+    def explain(
+        self,
+        step: Callable[..., Any],
+        *args: Any,
+        dataset: Any = None,
+        steps: int = 10,
+        picture: Any = None,
+    ) -> Explanation:
+        """Prints and returns where the time and the memory of a step go.
+
+        The step runs a few times, some of them under the profiler; variables, NNX objects
+        and Keras models are put back as they were, and arguments that it donates are copied
+        first, for which the devices must have room. In several processes all must call it.
+
+        Args:
+          step: a ``mirrored.function``, a function under ``jax.jit`` or any other that calls
+            ``run``; ``model.train_on_batch`` for the step of Keras's ``fit``.
+          *args: the step's arguments.
+          dataset: what the batches come from, to measure its time as well.
+          steps: how many steps to measure.
+          picture: where to draw it as a PNG, if anywhere; needs the extra ``plot``.
+
+        Returns:
+          An Explanation: times, collectives, memory and warnings.
+
+        >>> import jax
+        >>> import mirrored
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> weight = jax.numpy.ones((8, 8))
+        >>> @jax.jit
+        ... def step(weight, x):
+        ...     return strategy.reduce("sum", strategy.run(lambda w, x: w * x, args=(weight, x)))
+        >>> found = strategy.explain(step, weight, mirrored.PerReplica([1.0, 2.0]))
+        A step of 'step' on MirroredStrategy (2 devices: cpu:0, cpu:1) takes...
+        >>> found.collectives, found.memory["parameters"]
+        ((Collective(kind='all-reduce', count=1, bytes=256),), 256)
+        """
+        explanation = explain_step(self.placement, step, args, dataset, steps)
+        if picture is not None:
+            explanation.save_picture(picture)
+        if jax.process_index() == 0:
+            print(explanation)
+        return explanation
 
     # --- data --------------------------------------------------------------------
 

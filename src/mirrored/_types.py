@@ -1,7 +1,7 @@
 """The enumerations of the public API and how they are parsed.
 
-Owns ReduceOp, VariableSynchronization and VariableAggregation; knows nothing of
-arrays or devices.
+Owns ReduceOp, VariableSynchronization and VariableAggregation, and the words for what an
+array is for; knows nothing of arrays or devices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ import enum
 from typing import TypeVar
 
 from mirrored._errors import ArgumentError
+
+# What an array of a step is for.
+PARAMETERS = "parameters"
+OPTIMIZER_STATE = "optimizer state"
+OTHER_STATE = "other state"
+BATCH = "batch"
 
 _Member = TypeVar("_Member", bound="_NamedEnum")
 

@@ -23,7 +23,13 @@ from mirrored._collectives import fold_in_replica, from_first_replica, reduce_co
 from mirrored._operators import ReadsAsArray
 from mirrored._placement import Placement, default_placement
 from mirrored._reduction import reduce_nest
-from mirrored._types import ReduceOp, VariableAggregation, VariableSynchronization
+from mirrored._types import (
+    OTHER_STATE,
+    PARAMETERS,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mirrored._values import NestLeaf, PerReplica
 
 _LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
@@ -84,6 +90,8 @@ class Variable(NestLeaf, ReadsAsArray):
         if context.frame is not None or context.replica is not None:
             raise errors.created_inside(self.name)
         self.trainable = trainable
+        # What it is for, as strategy.explain tells it; optimizers mark their state.
+        self.role = PARAMETERS if trainable else OTHER_STATE
         self.synchronization = VariableSynchronization.parse(synchronization)
         self.aggregation = VariableAggregation.parse(aggregation)
         self.placement: Placement = context.placement or default_placement()

@@ -46,7 +46,6 @@ class Workers:
         self.process_id = cluster.process_id
         self.process_count = cluster.process_count
         self._broadcasts = itertools.count()
-        self._checks = itertools.count(1)
         self._turns = collections.Counter[str]()
         self._kept: list[str] = []
 
@@ -87,10 +86,6 @@ class Workers:
         self._turns[name] += 1
         return f"{name}/{self._turns[name]}"
 
-    def next_check(self) -> int:
-        """Numbers the checks for preemption of this process, whoever makes them."""
-        return next(self._checks)
-
     def tell(self, key: str, value: str) -> None:
         """Leaves a word for the others."""
         self.client.key_value_set(f"mirrored/{key}", value, allow_overwrite=True)
@@ -127,6 +122,10 @@ class Workers:
             if "NOT_FOUND" in str(error):
                 return None
             raise
+
+    def all_under(self, key: str) -> list[tuple[str, str]]:
+        """Returns what was left under ``key`` and a name of its own, as (key, word)."""
+        return self.client.key_value_dir_get(f"mirrored/{key}/")
 
     def broadcast(self, value: Any, what: str) -> np.ndarray:
         """Returns worker 0's ``value``, bit for bit, on every worker.
@@ -222,7 +221,7 @@ def connect(cluster: Cluster, timeout: float) -> Workers:
         )
     members = gather(cluster, timeout)
     _wait_seconds_in_collectives()
-    # JAX swallows SIGTERM while its preemption service runs; mirrored.checkpoint starts it.
+    # JAX's own would swallow SIGTERM, see _preemption.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         cluster.coordinator,

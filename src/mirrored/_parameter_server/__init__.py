@@ -18,10 +18,12 @@ from mirrored._parameter_server._per_worker import (
 )
 from mirrored._parameter_server._remote_value import RemoteValue
 from mirrored._parameter_server._staleness import Staleness, bounded
+from mirrored._parameter_server._status import ClusterStatus, ServerStatus, WorkerStatus
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 
 __all__ = [
     "ClusterCoordinator",
+    "ClusterStatus",
     "EmbeddingTable",
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
@@ -31,7 +33,9 @@ __all__ = [
     "PerWorkerDataset",
     "PerWorkerValues",
     "RemoteValue",
+    "ServerStatus",
     "Staleness",
+    "WorkerStatus",
     "bounded",
     "current_worker_index",
 ]

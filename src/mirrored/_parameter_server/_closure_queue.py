@@ -51,6 +51,7 @@ class ClosureQueue:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Closure] = collections.deque()
         self._running: dict[int, tuple[Closure, str, float]] = {}
+        self._done: collections.Counter[str] = collections.Counter()
         self._over: list[Closure] = []
         self._error: Exception | None = None
         self._paused = False
@@ -125,6 +126,8 @@ class ClosureQueue:
             if self._keeps_log:
                 self._over.append(closure)
             closure.result.set(value)
+            if closure.number in self._running:
+                self._done[self._running[closure.number][1]] += 1
             self._gone(closure)
 
     def fail(self, closure: Closure, error: Exception) -> None:
@@ -188,6 +191,32 @@ class ClosureQueue:
         """Whether closures wait or run."""
         with self._changed:
             return bool(self._waiting or self._running)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is handed out any more."""
+        return self._closed
+
+    def waiting_count(self) -> int:
+        """How many closures wait."""
+        return len(self._waiting)
+
+    def running_on(self) -> dict[str, tuple[str, float]]:
+        """Who runs what, and for how many seconds."""
+        with self._changed:
+            now = time.monotonic()
+            return {
+                where: (closure.name, now - since)
+                for closure, where, since in self._running.values()
+            }
+
+    def done_on(self, where: str) -> int:
+        """How many closures somebody has finished."""
+        return self._done[where]
+
+    def done_count(self) -> int:
+        """How many closures were finished."""
+        return sum(self._done.values())
 
     @property
     def is_paused(self) -> bool:

@@ -25,6 +25,7 @@ from mirrored._parameter_server._per_worker import (
 )
 from mirrored._parameter_server._recovery import Checkpoints, read_manifest
 from mirrored._parameter_server._remote_value import RemoteValue
+from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
@@ -44,6 +45,8 @@ class ClusterCoordinator:
     applied once, whatever happens. The first error of a closure is raised by the next
     ``schedule``, ``join`` or ``done``, and what was still waiting is cancelled.
 
+    A strategy has one coordinator: asked for again, the same one is returned.
+
     Args:
       strategy: the strategy whose workers run what is scheduled.
 
@@ -56,13 +59,20 @@ class ClusterCoordinator:
     [0, 1, 4]
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         if not isinstance(strategy, ParameterServerStrategy):
             raise ArgumentError(
                 fact=f"ClusterCoordinator was given {strategy!r}.",
                 expected="a ParameterServerStrategy.",
                 hint="other strategies need no coordinator: call strategy.run.",
             )
+        # Closures are numbered by it, and servers know updates by these numbers.
+        return super().__new__(cls) if strategy.coordinator is None else strategy.coordinator
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if strategy.coordinator is self:
+            return
+        strategy.coordinator = self
         self._strategy = strategy
         self._deployment = strategy.deployment
         self._restores = strategy.on_server_failure == "restore"
@@ -74,6 +84,7 @@ class ClusterCoordinator:
         self._members: set[int] = set()
         self._members_lock = threading.Lock()
         self._stopping: set[int] = set()
+        self._deployment.when_closed(self._queue.close)
         if self._restores:
             strategy.when_server_lost(self._recovered)
         for index in list(self._deployment.leases):
@@ -177,6 +188,25 @@ class ClusterCoordinator:
         self._stopping.add(index)
         self._deployment.remove_worker(index)
 
+    def status(self) -> ClusterStatus:
+        """Says who serves what, who runs what, and how it goes; ``print`` it."""
+        running = self._queue.running_on()
+        workers = []
+        for index in sorted(self._deployment.leases):
+            name = f"worker {index}"
+            closure, seconds = running.get(name, (None, 0.0))
+            alive = self._deployment.engine.worker_is_alive(index)
+            done = self._queue.done_on(name)
+            workers.append(WorkerStatus(index, alive, closure, seconds, done))
+        return ClusterStatus(
+            staleness=str(self._strategy.staleness),
+            waiting=self._queue.waiting_count(),
+            running=len(running),
+            done=self._queue.done_count(),
+            workers=workers,
+            servers=self._deployment.status(),
+        )
+
     # --- checkpoints -------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> str:
@@ -250,7 +280,7 @@ class ClusterCoordinator:
 
     def _serve(self, index: int) -> None:
         idle_since = time.monotonic()
-        while index not in self._stopping:
+        while index not in self._stopping and not self._queue.is_closed:
             closure = self._queue.take(f"worker {index}", _POLL_SECONDS)
             if closure is None:
                 idle = time.monotonic() - idle_since
@@ -262,6 +292,10 @@ class ClusterCoordinator:
         self._leave_turns(index)
 
     def _run(self, index: int, closure: Closure) -> None:
+        with self._members_lock:
+            # Whoever runs a closure takes turns, one that came later or again too, and must
+            # leave when it has nothing more to do, or the others wait for it.
+            self._members.add(index)
         call = ClosureCall(
             closure.number,
             closure.function,
@@ -402,7 +436,7 @@ class ClusterCoordinator:
             self._members.update(indexes)
 
     def _leave_turns(self, index: int) -> None:
-        if self._strategy.staleness.kind == "async":
+        if self._strategy.staleness.kind == "async" or self._queue.is_closed:
             return
         with self._members_lock:
             if index not in self._members:

@@ -7,7 +7,6 @@ Queues and closures are unknown here.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -19,6 +18,7 @@ from mirrored._parameter_server._channel import Fields
 from mirrored._parameter_server._engine import Engine, ServerSpec, WorkerSpec
 from mirrored._parameter_server._links import Links
 from mirrored._parameter_server._staleness import Staleness
+from mirrored._parameter_server._status import ServerStatus
 
 
 @final
@@ -56,7 +56,7 @@ class Deployment:
         self.unsaved = True
         self._next_lease = itertools.count()
         self._next_worker = itertools.count()
-        self._lock = threading.RLock()
+        self._when_closed: list[Callable[[], None]] = []
         for index in range(server_count):
             engine.start_server(self._server_spec(index))
         for _ in range(worker_count):
@@ -132,6 +132,11 @@ class Deployment:
             self.engine.control(server, "optimizer", spec.number, rule)
         return spec
 
+    def set_number(self, optimizer: OptimizerSpec, path: str, value: Any) -> None:
+        """Sets a number in an optimizer's state on all servers: its learning rate, say."""
+        for server in range(self.server_count):
+            self.engine.control(server, "number", optimizer.number, path, value)
+
     # --- faults ------------------------------------------------------------------
 
     def dead_servers(self) -> list[int]:
@@ -169,11 +174,23 @@ class Deployment:
             # It died between the question and the call; that is found out elsewhere.
             return
 
-    def status(self) -> list[Fields]:
-        """What each server says of itself."""
-        return [self.links.request(server, "status", {})[0] for server in range(self.server_count)]
+    def status(self) -> list[ServerStatus | None]:
+        """What each server says of itself; None for those that do not answer."""
+        found: list[ServerStatus | None] = []
+        for server in range(self.server_count):
+            try:
+                found.append(ServerStatus(**self.links.request(server, "status", {})[0]))
+            except ServerError:
+                found.append(None)
+        return found
+
+    def when_closed(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` when everything ends."""
+        self._when_closed.append(action)
 
     def close(self) -> None:
         """Ends all workers and servers."""
+        for action in self._when_closed:
+            action()
         self.links.close()
         self.engine.stop()

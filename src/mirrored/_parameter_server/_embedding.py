@@ -127,6 +127,37 @@ class EmbeddingTable(NestLeaf, Remote):
         rows = differentiated.get(self) if differentiated else None
         return self._home.participant.lookup(self._home.spec_of(self), ids, rows)
 
+    def numpy(self) -> np.ndarray:
+        """Returns all rows, on the host of who asks; for tables that fit there."""
+        spec = self._home.spec_of(self)
+        rows = np.empty(self.shape, self.dtype)
+        for start in range(0, self.shape[0], _BLOCK_ROWS):
+            ids = np.arange(start, min(start + _BLOCK_ROWS, self.shape[0]))
+            rows[ids] = self._home.participant.take(spec, ids)
+        return rows
+
+    def assign(self, values: Any, ids: Any = None) -> None:
+        """Sets rows; the optimizer's state of them stays as it is.
+
+        Args:
+          values: a row for each id.
+          ids: which rows; all, in order, if left out.
+        """
+        ids = np.arange(self.shape[0]) if ids is None else np.asarray(ids).reshape(-1)
+        values = np.asarray(values)
+        if values.shape != (len(ids), self.shape[1]) or len(np.unique(ids)) != len(ids):
+            raise ArgumentError(
+                fact=f"table {self.name!r} was given values of shape {values.shape} for "
+                f"{len(ids)} ids, {len(np.unique(ids))} of them different.",
+                expected=f"different ids, and values of shape {(len(ids), self.shape[1])}.",
+                hint="leave ids out to set all rows.",
+            )
+        order = np.argsort(ids, kind="stable")
+        spec, participant = self._home.spec_of(self), self._home.participant
+        for start in range(0, len(ids), _BLOCK_ROWS):
+            part = order[start : start + _BLOCK_ROWS]
+            participant.put(spec, ids[part], values[part].astype(self.dtype))
+
     def read(self, *, lend: bool = True) -> Any:
         return self._home.participant.rows(self._home.spec_of(self))
 

@@ -97,7 +97,9 @@ class Exchange:
         }
 
     def _pull(self, reads: Reads) -> Values:
-        said: Fields = {} if self._closed is None else {"closed": self._closed}
+        said: Fields = {"lease": self._lease}
+        if self._closed is not None:
+            said["closed"] = self._closed
         futures = {
             server: self.links.submit(server, "pull", {**said, "read": lists})
             for server, lists in reads.items()
@@ -148,7 +150,8 @@ class Exchange:
                 fields, arrays = self._message(server, updates, reads)
                 futures[server] = self.links.submit(server, "push", fields, arrays)
             else:
-                futures[server] = self.links.submit(server, "pull", {"read": reads[server]})
+                asked = {"lease": self._lease, "read": reads[server]}
+                futures[server] = self.links.submit(server, "pull", asked)
         return futures
 
     def _message(
@@ -220,7 +223,9 @@ class Exchange:
         # The others learn from whoever comes first whose gradients were taken.
         rest = {
             server: self.links.submit(
-                server, "pull", {"closed": self._closed, "read": reads.get(server, [])}
+                server,
+                "pull",
+                {"lease": self._lease, "closed": self._closed, "read": reads.get(server, [])},
             )
             for server in sorted({*updates, *reads} - {_KEEPER})
         }

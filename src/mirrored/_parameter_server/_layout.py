@@ -138,6 +138,13 @@ class UpdateLayout:
             local = rows[chosen] - part.piece.start
             self._add(part.server, fields, [local, np.ascontiguousarray(gradients[chosen])])
 
+    def set_rows(self, spec: VariableSpec, rows: np.ndarray, values: np.ndarray) -> None:
+        """Adds new values of some rows of a table, all different and sorted."""
+        for part, chosen in split_rows(spec, rows):
+            fields = {"kind": "set_rows", "table": part.piece.number}
+            local = rows[chosen] - part.piece.start
+            self._add(part.server, fields, [local, np.ascontiguousarray(values[chosen])])
+
     def flat_arrays(self) -> list[Any]:
         """All arrays, server by server."""
         return [array for arrays in self.arrays.values() for array in arrays]

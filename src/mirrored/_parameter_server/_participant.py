@@ -129,6 +129,28 @@ class Participant:
         used = used_rows(spec, [host])
         return jax.device_put(self.fetch_rows([used])[0][used.places[0]], self.device)
 
+    def take(self, spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
+        """Reads rows, in the order of the ids."""
+        self._refuse_in_step(spec, "read")
+        used = used_rows(spec, [ids])
+        return self.fetch_rows([used])[0][used.places[0]]
+
+    def put(self, spec: VariableSpec, ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets rows, all different and sorted."""
+        self._refuse_in_step(spec, "written")
+        used = used_rows(spec, [ids])
+        layout = UpdateLayout()
+        layout.set_rows(spec, used.rows, values)
+        self._send(layout)
+
+    def _refuse_in_step(self, spec: VariableSpec, action: str) -> None:
+        if recording_of(spec.name, action) is not None:
+            raise ContextError(
+                fact=f"table {spec.name!r} was {action} as a whole inside a compiled step.",
+                expected="lookup and apply_gradients in steps.",
+                hint="call numpy and assign outside strategy.run.",
+            )
+
     def rows(self, spec: VariableSpec) -> Any:
         """What stands for the used rows of a table in the step being traced."""
         recording = recording_of(spec.name, "differentiated")

@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import uuid
+import weakref
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -37,9 +38,9 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str] | None, keep: int = 2) -> None:
         if directory is None:
-            # Removed with the object, that is when the program ends.
-            self._temporary = tempfile.TemporaryDirectory(prefix="mirrored-servers-")
-            directory = self._temporary.name
+            directory = tempfile.mkdtemp(prefix="mirrored-servers-")
+            # Removed with the object, or when the program ends.
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         self.directory = os.path.abspath(os.fspath(directory))
         self._keep = keep
 

@@ -1,6 +1,7 @@
-"""Rounds: gradients of several workers that become one step.
+"""Rounds: what several workers send becomes one step.
 
-Owns what was sent for the step being gathered, and its mean. Whose gradients are taken
+Owns what was sent for the step being gathered: the mean of gradients and of what is
+assigned (moving averages, say), the sum of what is added (counters). Whose gradients are taken
 is decided in ``_turns``.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
+import jax
 import numpy as np
 
 from mirrored._parameter_server._channel import Fields
@@ -40,7 +42,12 @@ class Rounds:
     ) -> None:
         """Keeps what a worker sent; what it sent before for this round is replaced."""
         if round_number > self._taken:
-            self._offers.setdefault(round_number, {})[lease] = _Offer(identity, updates, arrays)
+            self._offers.setdefault(round_number, {})[lease] = _Offer(
+                # The list is the asker's, who may empty it; the arrays stay.
+                identity,
+                updates,
+                list(arrays),
+            )
 
     def take(
         self, round_number: int, leases: Sequence[int]
@@ -59,28 +66,26 @@ class Rounds:
 
 
 def _mean(offers: list[_Offer], count: int) -> tuple[list[Fields], list[np.ndarray]]:
-    """One update for each thing the offers update, with the mean of their gradients."""
-    dense: dict[Any, tuple[Fields, list[np.ndarray]]] = {}
-    rows: dict[Any, tuple[Fields, list[tuple[np.ndarray, np.ndarray]]]] = {}
+    """One update for each thing the offers update."""
+    dense: dict[Any, tuple[Fields, list[list[np.ndarray]]]] = {}
+    rows: dict[Any, tuple[Fields, list[list[np.ndarray]]]] = {}
+    writes: dict[Any, tuple[Fields, list[list[np.ndarray]]]] = {}
     for offer in offers:
         rest = offer.arrays
         for update in offer.updates:
-            if update["kind"] == "rows":
-                key = (update["optimizer"], update["table"])
-                rows.setdefault(key, (update, []))[1].append((rest[0], rest[1]))
-                rest = rest[2:]
-                continue
-            size = len(update["lists"])
-            found = dense.get(update["optimizer"])
-            if found is None:
-                dense[update["optimizer"]] = (update, [array.copy() for array in rest[:size]])
+            kind = update["kind"]
+            if kind == "rows":
+                size, group, key = 2, rows, (update["optimizer"], update["table"])
+            elif kind == "gradients":
+                size, group, key = len(update["lists"]), dense, update["optimizer"]
             else:
-                for total, array in zip(found[1], rest[:size], strict=True):
-                    total += array
+                size, group, key = 1, writes, (kind, update["piece"])
+            group.setdefault(key, (update, []))[1].append(rest[:size])
             rest = rest[size:]
     updates, arrays = [], []
-    for update, totals in dense.values():
+    for update, parts in dense.values():
         updates.append(update)
+        totals = (_sum(column) for column in zip(*parts, strict=True))
         arrays += [np.divide(total, count, dtype=total.dtype) for total in totals]
     for update, parts in rows.values():
         numbers, places = np.unique(
@@ -91,4 +96,23 @@ def _mean(offers: list[_Offer], count: int) -> tuple[list[Fields], list[np.ndarr
         np.add.at(total, places, gradients)
         updates.append(update)
         arrays += [numbers, np.divide(total, count, dtype=total.dtype)]
+    for update, parts in writes.values():
+        values = [value for (value,) in parts]
+        updates.append(update)
+        arrays.append(_sum(values) if update["kind"] == "add" else _assigned(values))
     return updates, arrays
+
+
+def _sum(values: Sequence[np.ndarray]) -> np.ndarray:
+    total = values[0].copy()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def _assigned(values: Sequence[np.ndarray]) -> np.ndarray:
+    """What several workers assign: the mean; of what has no mean the last worker's."""
+    if not jax.numpy.issubdtype(values[0].dtype, np.inexact):
+        return values[-1]
+    total = _sum(values)
+    return np.divide(total, len(values), dtype=total.dtype)

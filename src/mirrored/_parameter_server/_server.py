@@ -7,14 +7,13 @@ arrays lie is in ``_store`` and ``_tables``, how they change in ``_updates``.
 Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values; ``pull``
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
-``optimizer`` (number, rule, variable names), ``table`` (piece, a function of a range of
-rows), ``pieces``, ``end_lease``, ``epoch``, ``save``, ``restore``.
+``optimizer`` (number, rule), ``number`` (optimizer, path, value), ``table`` (piece, a
+function of a range of rows), ``pieces``, ``end_lease``, ``epoch``, ``save``, ``restore``.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -29,6 +28,7 @@ from mirrored._parameter_server._rounds import Rounds
 from mirrored._parameter_server._rules import Rule
 from mirrored._parameter_server._store import Piece, Store
 from mirrored._parameter_server._tables import Table
+from mirrored._parameter_server._tally import Tally
 from mirrored._parameter_server._turns import Turns
 from mirrored._parameter_server._updates import DenseUpdate
 
@@ -52,19 +52,19 @@ class Server:
         # By the optimizer's number: its rule, and the names of all its variables.
         self.rules: dict[int, Rule] = {}
         self.updates: dict[int, DenseUpdate] = {}
+        # Numbers in optimizers' states that were set, by the path of each.
+        self._numbers: dict[int, dict[str, Any]] = {}
         self.applied = Applied()
         self._turns = Turns(spec.staleness, patience)
         self._rounds = Rounds()
         self._ended: set[int] = set()
         self._epoch = 0
-        self._started = time.monotonic()
-        self._counts = {"updates": 0, "messages": 0, "duplicates": 0, "late": 0}
+        self._tally = Tally()
         self._operations: dict[str, Callable[[Fields, list[np.ndarray]], Reply]] = {
             "create": self._create,
             "pull": self._pull,
             "push": self._push,
             "rows": self._rows,
-            "write_rows": self._write_rows,
             "join": self._join,
             "leave": self._leave,
             "turn": self._turn,
@@ -72,6 +72,7 @@ class Server:
         }
         self._controls: dict[str, Callable[..., Any]] = {
             "optimizer": self._set_optimizer,
+            "number": self._set_number,
             "table": self._create_table,
             "pieces": self._expect_pieces,
             "end_lease": self._end_lease,
@@ -82,7 +83,7 @@ class Server:
 
     def handle(self, operation: str, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         """Answers one message."""
-        self._counts["messages"] += 1
+        self._tally.messages += 1
         action = self._operations.get(operation)
         if action is None:
             raise self._unknown(operation)
@@ -130,14 +131,17 @@ class Server:
             values = np.array(make(piece.start, piece.start + piece.shape[0]), piece.dtype)
         self.tables[piece.number] = Table(piece, values)
 
-    def _read(self, lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return [self.store.read(numbers) for numbers in lists]
+    def _values(self, fields: Fields) -> list[np.ndarray]:
+        """What a message asks to read."""
+        if fields["read"]:
+            self._tally.told(fields.get("lease"))
+        return [self.store.read(numbers) for numbers in fields["read"]]
 
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
         if "closed" in fields:
             self._commit(*fields["closed"])
-        return {}, self._read(fields["read"])
+        return {}, self._values(fields)
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
@@ -145,10 +149,6 @@ class Server:
             self._table(number).read(rows)
             for number, rows in zip(fields["tables"], arrays, strict=True)
         ]
-
-    def _write_rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
-        self._table(fields["table"]).write(*arrays)
-        return {}, []
 
     def _table(self, number: int) -> Table:
         table = self.tables.get(number)
@@ -166,6 +166,15 @@ class Server:
     def _set_optimizer(self, number: int, rule: Rule) -> None:
         self.rules.setdefault(number, rule)
 
+    def _set_number(self, number: int, path: str, value: Any) -> None:
+        """Sets a number in an optimizer's state, its learning rate say, on this server."""
+        self._numbers.setdefault(number, {})[path] = value
+        if number in self.updates:
+            self.updates[number].set_number(path, value)
+        for table in self.tables.values():
+            if number in table.optimizers:
+                table.optimizers[number].set_number(path, value)
+
     def _push(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
         self._check_lease(fields["lease"])
@@ -174,8 +183,9 @@ class Server:
         kind = self.spec.staleness.kind
         # The coordinator's own writes belong to no closure.
         if closure is not None and self.applied.has(closure, step):
-            self._counts["duplicates"] += 1
+            self._tally.duplicates += 1
             return self._answer(fields, {"duplicate": True})
+        self._tally.came(fields["lease"])
         if kind == "sync" and fields.get("round") is not None:
             return self._gather(fields, arrays)
         if kind == "bounded" and self.spec.index == 0 and fields.get("counts"):
@@ -183,7 +193,7 @@ class Server:
                 # The others went on without it: what it computed may be too old.
                 self._turns.be_more_patient()
                 self._turns.join(fields["lease"])
-                self._counts["late"] += 1
+                self._tally.late += 1
                 return self._answer(fields, {"late": True})
             self._turns.done(fields["lease"])
         self._apply(fields["updates"], arrays)
@@ -195,7 +205,7 @@ class Server:
         worker = fields["lease"] is not None
         if worker and self.spec.index == 0 and self.spec.staleness.kind == "bounded":
             answer["go"] = self._turns.may_go(fields["lease"])
-        return answer, self._read(fields["read"])
+        return answer, self._values(fields)
 
     def _apply(self, updates: Sequence[Fields], arrays: Sequence[np.ndarray]) -> None:
         """Applies the updates of one message, whose arrays stand in the same order."""
@@ -208,12 +218,16 @@ class Server:
             elif kind == "rows":
                 count = 2
                 rule = self._rule(update["optimizer"])
-                self._table(update["table"]).update(update["optimizer"], rule, *rest[:2])
+                number, table = update["optimizer"], self._table(update["table"])
+                table.update(number, rule, rest[0], rest[1], self._numbers.get(number, {}))
+            elif kind == "set_rows":
+                count = 2
+                self._table(update["table"]).write(*rest[:2])
             else:
                 count = 1
                 self.store.change(update["piece"], rest[0], add=kind == "add")
             rest = rest[count:]
-        self._counts["updates"] += 1
+        self._tally.updated()
 
     def _rule(self, number: int) -> Rule:
         rule = self.rules.get(number)
@@ -232,6 +246,8 @@ class Server:
             found = self.updates[number] = DenseUpdate(
                 self._rule(number), self.store, lists, whole=update["whole"]
             )
+            for path, value in self._numbers.get(number, {}).items():
+                found.set_number(path, value)
         if found.lists != lists:
             raise ServerError(
                 fact=f"optimizer {found.rule.name!r} keeps state for pieces {found.lists} on "
@@ -269,14 +285,14 @@ class Server:
         answer, _ = self._standing(fields["lease"])
         if fields.get("round") is not None:
             answer["go"] = self._turns.round > fields["round"]
-        return answer, self._read(fields["read"]) if answer["go"] else []
+        return answer, self._values(fields) if answer["go"] else []
 
     def _gather(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         """Takes a gradient for the round that is gathered for now."""
         lease, round_number = fields["lease"], fields["round"]
         keeper = self.spec.index == 0
         if keeper and round_number < self._turns.round:
-            self._counts["late"] += 1
+            self._tally.late += 1
             self._turns.join(lease)
             answer, _ = self._standing(lease)
             answer["late"] = True
@@ -286,7 +302,7 @@ class Server:
                 answer["dropped"] = True
             else:
                 self._turns.be_more_patient()
-            return answer, self._read(fields["read"])
+            return answer, self._values(fields)
         identity = (fields["closure"], fields["step"])
         self._rounds.add(round_number, lease, identity, fields["updates"], arrays)
         if not keeper:
@@ -295,7 +311,7 @@ class Server:
         self._close_round()
         answer, _ = self._standing(lease)
         answer["go"] = self._turns.round > round_number
-        return answer, self._read(fields["read"]) if answer["go"] else []
+        return answer, self._values(fields) if answer["go"] else []
 
     def _close_round(self) -> None:
         if self.spec.index != 0 or self.spec.staleness.kind != "sync":
@@ -320,6 +336,7 @@ class Server:
 
     def _end_lease(self, lease: int) -> None:
         self._ended.add(lease)
+        self._tally.forget(lease)
         self._turns.leave(lease)
         self._close_round()
 
@@ -357,7 +374,7 @@ class Server:
     def _status(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         tables = list(self.tables.values())
         return {
-            "server": self.spec.index,
+            "index": self.spec.index,
             "bytes": self.store.byte_count() + sum(table.values.nbytes for table in tables),
             "variables": sorted({piece.name for piece in self.store.pieces()}),
             "tables": [
@@ -369,8 +386,8 @@ class Server:
                 }
                 for table in tables
             ],
-            "seconds": time.monotonic() - self._started,
             "steps_of_workers": {str(lease): n for lease, n in self._turns.steps.items()},
             "round": self._turns.round,
-            **self._counts,
+            "farthest_ahead": self._turns.farthest_ahead,
+            **self._tally.as_fields(),
         }, []

@@ -218,7 +218,7 @@ class _Saved:
             begin = entry["start"]
             end = begin + (entry["shape"][0] if entry["shape"] else 1)
             low, high = max(start, begin), min(stop, end)
-            if low >= high and missing:
+            if low >= high:
                 continue
             array = self._read(file, entry)
             if array.ndim == 0:

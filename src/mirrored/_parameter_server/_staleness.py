@@ -26,6 +26,13 @@ class Staleness:
     bound: int = 0
     backup_workers: int = 0
 
+    def __str__(self) -> str:
+        if self.kind == "bounded":
+            return f"bounded({self.bound})"
+        if self.backup_workers:
+            return f"{self.kind} with {self.backup_workers} backup workers"
+        return self.kind
+
 
 def bounded(steps: int) -> Staleness:
     """No worker runs more than ``steps`` steps ahead of the slowest living one.

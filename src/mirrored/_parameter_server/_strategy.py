@@ -115,6 +115,8 @@ class ParameterServerStrategy(ServerStrategy):
             partitioner=variable_partitioner,
         )
         self._home = CoordinatorHome(self, self._deployment)
+        # The one ClusterCoordinator, once there is one.
+        self.coordinator: Any = None
         # Processes end with the strategy; threads only stop waiting.
         self._finalizer = weakref.finalize(self, Deployment.close, self._deployment)
 
@@ -149,14 +151,6 @@ class ParameterServerStrategy(ServerStrategy):
     def when_server_lost(self, recover: Callable[[], bool]) -> None:
         """Sets who brings lost servers back; for the library's own modules."""
         self._home.recover = recover
-
-    def optimizer_on_servers(self, optimizer: Any, rule: Rule) -> None:
-        """Takes in an optimizer of another library; for the library's own modules."""
-        self._home.know_optimizer(optimizer, self._deployment.add_optimizer(rule.name, rule))
-
-    def status(self) -> list[dict[str, Any]]:
-        """What each server says of itself: bytes, updates, rows, workers' steps."""
-        return self._deployment.status()
 
     def close(self) -> None:
         """Ends all workers and servers."""
@@ -211,7 +205,8 @@ class CoordinatorHome(ServerHome):
 
     def adopt_optimizer(self, optimizer: Any, tx: Any) -> None:
         self._refuse_worker(f"optimizer {optimizer.name!r}")
-        rule = OptaxRule(tx, optimizer.name)
+        # The optimizer of another library is given as a rule.
+        rule = tx if isinstance(tx, Rule) else OptaxRule(tx, optimizer.name)
         self.know_optimizer(optimizer, self._deployment.add_optimizer(optimizer.name, rule))
 
     def read(self, variable: Any) -> Any:

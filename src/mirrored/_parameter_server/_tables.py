@@ -8,7 +8,7 @@ a view of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from mirrored._errors import ServerError
 from mirrored._parameter_server._rules import Rule, require_elementwise
 from mirrored._parameter_server._store import Piece
-from mirrored._parameter_server._updates import cpu_device
+from mirrored._parameter_server._updates import cpu_device, with_number
 
 _SMALLEST = 16
 
@@ -54,8 +54,23 @@ class Table:
         self.rows_read += len(rows)
         return self.values.take(rows, axis=0)
 
-    def update(self, number: int, rule: Rule, rows: np.ndarray, gradients: np.ndarray) -> None:
-        """Changes some rows, all different, by one step of an optimizer."""
+    def update(
+        self,
+        number: int,
+        rule: Rule,
+        rows: np.ndarray,
+        gradients: np.ndarray,
+        numbers: Mapping[str, Any],
+    ) -> None:
+        """Changes some rows, all different, by one step of an optimizer.
+
+        Args:
+          number: of the optimizer.
+          rule: what it computes.
+          rows: which rows.
+          gradients: theirs.
+          numbers: what was set in the optimizer's state before it had one.
+        """
         self._check(rows)
         if gradients.shape != (len(rows), *self.piece.shape[1:]):
             raise ServerError(
@@ -68,6 +83,8 @@ class Table:
         optimizer = self.optimizers.get(number)
         if optimizer is None:
             optimizer = self.optimizers[number] = RowUpdate(rule, self.piece, self.values)
+            for path, value in numbers.items():
+                optimizer.set_number(path, value)
         optimizer.apply(self.values, rows, gradients)
 
     def write(self, rows: np.ndarray, values: np.ndarray) -> None:
@@ -134,6 +151,11 @@ class RowUpdate:
                 self.leaves[index][rows] = np.asarray(leaf)[:count]
             else:
                 self.leaves[index] = leaf
+
+    def set_number(self, path: str, value: Any) -> None:
+        """Sets one of the numbers that belong to the optimizer as a whole."""
+        state = with_number(self.structure.unflatten(self.leaves), path, value)
+        self.leaves = jax.tree.leaves(state)
 
     def _traced(self, values: Any, gradients: Any, state: Sequence[Any]) -> tuple[Any, Any]:
         (new_values,), new_state = self.rule.update(

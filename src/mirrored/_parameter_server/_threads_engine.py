@@ -108,7 +108,6 @@ class ThreadsEngine(Engine):
             self.stop_worker(index)
         for server in self._servers.values():
             server.dead = True
-        self._servers.clear()
 
 
 @final

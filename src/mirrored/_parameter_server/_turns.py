@@ -42,6 +42,8 @@ class Turns:
         self._offered: set[int] = set()
         self.closed: tuple[int, list[int]] = (-1, [])
         self.suspended = 0
+        # Under "bounded": how many steps ahead of the slowest a worker was in a step.
+        self.farthest_ahead = 0
 
     def join(self, lease: int) -> int:
         """Makes a worker a member; it starts where the slowest member is, or later."""
@@ -80,6 +82,7 @@ class Turns:
 
     def done(self, lease: int) -> None:
         """Under "bounded": a worker has done a step."""
+        self.farthest_ahead = max(self.farthest_ahead, self.steps[lease] - min(self.steps.values()))
         self.steps[lease] += 1
         self._heard[lease] = self._clock()
 

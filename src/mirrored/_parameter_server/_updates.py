@@ -23,6 +23,17 @@ def cpu_device() -> Any:
     return jax.local_devices(backend="cpu")[0]
 
 
+def with_number(state: Any, path: str, value: Any) -> Any:
+    """A state in which the leaf at a path (as ``jax.tree_util.keystr`` says it) is another."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    return structure.unflatten(
+        [
+            jnp.asarray(value, leaf.dtype) if jax.tree_util.keystr(at) == path else leaf
+            for at, leaf in leaves
+        ]
+    )
+
+
 @final
 class DenseUpdate:
     """One optimizer's update of the pieces a server has of its variables.
@@ -83,6 +94,11 @@ class DenseUpdate:
                 expected="one number for each element.",
                 hint="all processes must run the same version of the program.",
             )
+
+    def set_number(self, path: str, value: Any) -> None:
+        """Sets a number in the state."""
+        with jax.default_device(self._device):
+            self.state = with_number(self.state, path, value)
 
     def _traced(self, flats: list[Any], gradients: list[Any], state: Any) -> tuple[Any, Any]:
         values, state = self.rule.update(self._apart(gradients), state, self._apart(flats))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,9 +17,8 @@ from typing import Any, final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from mirrored import _compat, _workers
+from mirrored import _preemption, _workers
 from mirrored._cluster import PROCESS_ID
 from mirrored._errors import ArgumentError, CheckpointError
 from mirrored._report import RUN_DIRECTORY, write_preempted
@@ -96,16 +94,19 @@ class Checkpoint:
         self._state = State(state)
         self._storage = Storage(directory)
         self._key = f"checkpoint/{zlib.crc32(str(self._storage.directory).encode()):08x}"
-        self._every = every
+        self.every = every
         self._keep = keep
         self._preemption_code = preemption_code
-        self._workers = _workers.connected()
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._saved_step: int | None = None
         self._restored = False
-        self._sigterm = threading.Event()
-        self._listen()
+        _preemption.current().listen()
+
+    @property
+    def _workers(self) -> _workers.Workers | None:
+        # Asked each time: the strategy may be made after the checkpoint.
+        return _workers.connected()
 
     @property
     def directory(self) -> str:
@@ -274,7 +275,7 @@ class Checkpoint:
 
     # --- training ----------------------------------------------------------------
 
-    def completed(self, step: int | None = None) -> None:
+    def completed(self, step: int | None = None, *, save: bool = False) -> None:
         """Notes a completed step: saves when it is due, and when the run is preempted.
 
         Call it on all workers after each step. After SIGTERM on any worker all of them
@@ -282,13 +283,14 @@ class Checkpoint:
 
         Args:
           step: the number of completed steps; one more than before if left out.
+          save: whether to save in any case.
         """
         before = self.step
         self.step = self.step + 1 if step is None else step
         _workers.completed(self.step)
-        if self._every and self.step // self._every > before // self._every:
+        if save or (self.every and self.step // self.every > before // self.every):
             self.save()
-        if self._preempted():
+        if _preemption.current().reached():
             self._leave()
 
     def batches(self, dataset: Any, epochs: int = 1) -> Iterator[Any]:
@@ -326,20 +328,6 @@ class Checkpoint:
                 self.completed()
 
     # --- preemption --------------------------------------------------------------
-
-    def _listen(self) -> None:
-        if self._workers is not None:
-            _compat.start_preemption_service()
-            return
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda number, frame: self._sigterm.set())
-
-    def _preempted(self) -> bool:
-        if self._workers is None:
-            return self._sigterm.is_set()
-        # Its counter must not leave out a number, as the steps may that it is told of.
-        return multihost_utils.reached_preemption_sync_point(self._workers.next_check())
 
     def _leave(self) -> None:
         if self._saved_step != self.step:

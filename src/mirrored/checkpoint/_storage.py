@@ -72,7 +72,7 @@ class Storage:
         ]
         named = self._found(_NAME)
         if wanted is not None:
-            named = [(wanted, self.path(wanted))]
+            named = [(step, path) for step, path in named if step == wanted]
             unnamed = [(step, path) for step, path in unnamed if step == wanted]
         ranked = [(step, 1, path) for step, path in named]
         ranked += [(step, 0, path) for step, path in unnamed]

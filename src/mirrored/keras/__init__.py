@@ -22,7 +22,7 @@ except ImportError as error:
         hint='pip install "mirrored[keras]", and set KERAS_BACKEND=jax.',
     ) from error
 
-from mirrored.keras import _entry, _scope
+from mirrored.keras import _entry, _scope, _served_tables
 from mirrored.keras._backup import Backup
 from mirrored.keras._entry import Mirrored
 from mirrored.keras._ownership import strategy_of
@@ -35,6 +35,7 @@ __all__ = ["Backup", "Mirrored", "per_replica", "strategy_of"]
 def companion_scope(strategy: Any) -> Iterator[None]:
     """What Keras does in ``strategy.scope()``; entered by it."""
     _entry.install()
+    _served_tables.install()
     if _keras.backend.backend() != "jax":
         # Keras may have been imported by something else; only a model would be wrong.
         with _scope.refusing_models():

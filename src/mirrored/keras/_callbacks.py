@@ -87,3 +87,7 @@ _KNOWN = {
     keras.callbacks.BackupAndRestore: _saver,
     keras.callbacks.TensorBoard: _tensorboard,
 }
+# New in Keras 3.13.
+_orbax_checkpoint = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+if _orbax_checkpoint is not None:
+    _KNOWN[_orbax_checkpoint] = _saver

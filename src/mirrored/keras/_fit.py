@@ -10,10 +10,15 @@ from typing import Any
 
 import keras
 
+from mirrored._parameter_server import ParameterServerStrategy
 from mirrored.keras import _private, _scope
+from mirrored.keras._backup import backup_among
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
 from mirrored.keras._pass import Pass
+from mirrored.keras._served_data import WorkerData
+from mirrored.keras._served_pass import ServedPass
+from mirrored.keras._served_pass import prepare as prepare_served
 from mirrored.keras._source import Source
 
 
@@ -46,42 +51,52 @@ def fit(
         x, y, sample_weight, validation_data = _private.split_validation(
             (x, y, sample_weight), validation_split
         )
-    source = Source(
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        steps_per_epoch=steps_per_epoch,
-        shuffle=shuffle,
-        class_weight=class_weight,
-        steps_per_execution=model.steps_per_execution,
-    )
+    validation = None if validation_data is None else _private.unpack(validation_data)
+    source: Any = None
+    if callable(x) and is_served(strategy):
+        source = WorkerData(x, steps_per_epoch, strategy.worker_count)
+    else:
+        source = Source(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_execution=model.steps_per_execution,
+        )
     prepare(model, strategy, iterator=source)
     source.reset()
     callbacks = _callback_list(model, callbacks, verbose, epochs, source, add_history=True)
     interrupts = Interrupts()
-    epoch_pass = Pass(model, "train", strategy, source, callbacks, interrupts)
+    epoch_pass = make_pass(model, "train", strategy, source, callbacks, interrupts)
+    backup = backup_among(callbacks)
     model.stop_training = False
     finished = False
     epoch_logs: dict[str, Any] = {}
     with interrupts.watched():
         callbacks.on_train_begin()
         try:
-            for epoch in range(_private.first_epoch(model, initial_epoch), epochs):
+            first = _private.first_epoch(model, initial_epoch)
+            for epoch in range(first, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
-                epoch_logs = dict(epoch_pass.run())
-                if validation_data is not None and _private.should_evaluate(
+                skipped = backup.enter(source, first_here=epoch == first) if backup else 0
+                epoch_logs = dict(epoch_pass.run(backup, skipped))
+                if validation is not None and _private.should_evaluate(
                     model, epoch, validation_freq
                 ):
                     epoch_logs |= _validate(
                         model,
-                        validation_data,
+                        validation,
                         validation_batch_size or batch_size,
                         validation_steps,
                         callbacks,
                     )
                 callbacks.on_epoch_end(epoch, epoch_logs)
+                if backup is not None:
+                    backup.leave(epoch)
                 if model.stop_training:
                     break
             finished = True
@@ -95,9 +110,13 @@ def fit(
 
 
 def _validate(
-    model: Any, data: Any, batch_size: int | None, steps: int | None, callbacks: Any
+    model: Any,
+    data: tuple[Any, Any, Any],
+    batch_size: int | None,
+    steps: int | None,
+    callbacks: Any,
 ) -> dict[str, Any]:
-    x, y, sample_weight = _private.unpack(data)
+    x, y, sample_weight = data
     if _private.cached_evaluation(model) is None:
         source = Source(
             x=x,
@@ -157,7 +176,7 @@ def evaluate(
     with interrupts.watched():
         callbacks.on_test_begin()
         model.reset_metrics()
-        logs = Pass(model, "test", strategy, source, callbacks, interrupts).run()
+        logs = make_pass(model, "test", strategy, source, callbacks, interrupts).run()
         logs = _private.pythonify_logs(logs)
         callbacks.on_test_end(logs)
     return logs if return_dict else _private.in_metric_order(model, logs)
@@ -193,13 +212,26 @@ def predict(
     model.stop_predicting = False
     with interrupts.watched():
         callbacks.on_predict_begin()
-        outputs = Pass(model, "predict", strategy, source, callbacks, interrupts).run()
+        outputs = make_pass(model, "predict", strategy, source, callbacks, interrupts).run()
         callbacks.on_predict_end()
     return outputs
 
 
+def is_served(strategy: Any) -> bool:
+    """Says whether a strategy's variables are on parameter servers."""
+    return isinstance(strategy, ParameterServerStrategy)
+
+
+def make_pass(model: Any, kind: str, strategy: Any, *others: Any) -> Any:
+    """Chooses between the strategy's devices and its workers."""
+    return (ServedPass if is_served(strategy) else Pass)(model, kind, strategy, *others)
+
+
 def prepare(model: Any, strategy: Any, **data: Any) -> None:
     """Makes what is not made yet, on the strategy, and checks that all of the model is."""
+    if is_served(strategy):
+        prepare_served(model, strategy, **data)
+        return
     _private.reset_step_state(model)
     with _scope.variables_of(strategy):
         _private.symbolic_build(model, **data)

@@ -12,16 +12,31 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, final
 
+from mirrored._workers import Workers
+
 # How long one call may take: progress bars and Ctrl-C wait for its end.
 _CALL_SECONDS = 0.1
+# After so many measurements over several processes the pace stays: they need not talk again.
+_MOST_AGREEMENTS = 6
 
 
 @final
 class Pace:
-    """How many steps of each program fill a call; a program's passes go on from it."""
+    """How many steps of each program fill a call; a program's passes go on from it.
 
-    def __init__(self) -> None:
+    Over several processes it is worker 0's: all must run the same programs, and come to
+    the end of a call, where checkpoints are taken, after the same step.
+
+    Args:
+      workers: the processes that keep one pace; None for this one alone.
+    """
+
+    def __init__(self, workers: Workers | None = None) -> None:
         self._counts: dict[Any, int] = {}
+        self._measured: collections.Counter[Any] = collections.Counter()
+        self._workers = workers
+        self._name = workers.turn("keras/pace") if workers is not None else ""
+        self._agreements = 0
 
     def next_count(self, key: Any, most: int) -> int:
         """The number of steps for the next call, when ``most`` are at hand."""
@@ -38,7 +53,21 @@ class Pace:
             self._counts[key] = 0
             return
         seconds = max(time.perf_counter() - began, 1e-6)
-        self._counts[key] = max(1, min(int(count * _CALL_SECONDS / seconds), 8 * count))
+        found = max(1, min(int(count * _CALL_SECONDS / seconds), 8 * count))
+        if self._workers is not None:
+            self._measured[key] += 1
+            if self._measured[key] > _MOST_AGREEMENTS:
+                return
+            found = self._agreed(self._workers, found)
+        self._counts[key] = found
+
+    def _agreed(self, workers: Workers, found: int) -> int:
+        self._agreements += 1
+        word = f"{self._name}/{self._agreements}"
+        if workers.process_id == 0:
+            workers.tell(word, str(found))
+            return found
+        return int(workers.hear(word, 0))
 
 
 @final

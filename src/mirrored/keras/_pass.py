@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from mirrored.keras import _private
+from mirrored.keras._backup import Backup
 from mirrored.keras._callbacks import BatchCalls, batch_calls
 from mirrored.keras._chunk import Chunk
 from mirrored.keras._flight import Flight
@@ -52,8 +53,14 @@ class Pass:
         self._loops = False
         self._outputs = Outputs() if kind == "predict" else None
 
-    def run(self) -> Any:
-        """Runs one epoch; returns its logs, or all rows' predictions."""
+    def run(self, backup: Backup | None = None, skipped: int = 0) -> Any:
+        """Runs one epoch; returns its logs, or all rows' predictions.
+
+        Args:
+          backup: is told after each call how many batches of the epoch have been run, and
+            whether that is all; the model's variables hold what they are then.
+          skipped: how many batches at its beginning were run before.
+        """
         program = program_for(self._model, self._kind, self._placement)
         feed = Feed(
             self._source,
@@ -65,8 +72,9 @@ class Pass:
             self._outputs.program = program
             self._outputs.lists = _private.variable_lists(self._model, self._kind)
         lists = _private.variable_lists(self._model, self._kind)
-        chunks = feed.chunks()
+        chunks = feed.chunks(skipped)
         chunk = next(chunks, None)
+        done = skipped
         logs: Any = {}
         while chunk is not None:
             position = 0
@@ -74,6 +82,8 @@ class Pass:
             upcoming: Chunk | None = None
             while position < chunk.filled:
                 start, count = position, self._count(program, chunk, position)
+                if backup is not None:
+                    count = min(count, backup.batches_until_save(done))
                 position += count
                 if self._calls is not BatchCalls.LOGS:
                     self._tell_begin(chunk, start, count)
@@ -87,6 +97,9 @@ class Pass:
                     return self._result(logs)
                 if position >= chunk.filled and not ahead:
                     upcoming = next(chunks, None)
+                done += count
+                if backup is not None:
+                    backup.after_batches(done, position >= chunk.filled and upcoming is None)
             chunk = upcoming
         self._flight.settle()
         return self._result(logs)

@@ -6,7 +6,9 @@ file. Everything here reads or sets something of Keras; what it means is decided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +16,16 @@ import keras
 import numpy as np
 from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.initializers.random_initializers import RandomInitializer
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.python_utils import pythonify_logs
 
-__all__ = ["EpochIterator", "pythonify_logs"]
+__all__ = ["EpochIterator", "RandomInitializer", "pythonify_logs"]
 
+Variable = keras_backend.Variable
 unpack = data_adapter_utils.unpack_x_y_sample_weight
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 
@@ -222,8 +227,11 @@ def reset_step_state(model: Any) -> None:
 
 def most_epochs(epochs: int) -> int:
     """Returns ``epochs``, or fewer where ``keras.config`` limits them."""
-    limit = getattr(keras.config, "max_epochs", lambda: None)()
-    return min(epochs, limit) if limit else epochs
+    limit = keras.config.max_epochs()
+    if not limit or limit >= epochs:
+        return epochs
+    warnings.warn(f"Limiting epochs to {limit}", stacklevel=2)
+    return limit
 
 
 def wraps_twice(function: Any) -> bool:
@@ -275,3 +283,94 @@ def next_step(source: Any) -> Any:
 def is_sparse(leaf: Any) -> bool:
     """Says whether a leaf of a batch is one of JAX's sparse arrays."""
     return data_adapter_utils.is_jax_sparse(leaf)
+
+
+# --- optimizers and layers on parameter servers ------------------------------------------------
+
+
+def slots_made_by_build(optimizer: Any, variables: Sequence[Any]) -> dict[int, tuple[str, int]]:
+    """Builds an optimizer; returns, by the id of each variable it made, its slot.
+
+    A slot is what the optimizer keeps for each of ``variables``: a name and whose it is.
+    """
+    places = {id(variable): index for index, variable in enumerate(variables)}
+    slots: dict[int, tuple[str, int]] = {}
+    original = optimizer.add_variable_from_reference
+
+    def noted(reference_variable: Any, name: str | None = None, **kwargs: Any) -> Any:
+        made = original(reference_variable, name=name, **kwargs)
+        slots[id(made)] = (name or "var", places[id(reference_variable)])
+        return made
+
+    object.__setattr__(optimizer, "add_variable_from_reference", noted)
+    optimizer.build(list(variables))
+    return slots
+
+
+def excludes_from_weight_decay(optimizer: Any) -> bool:
+    """Says whether ``exclude_from_weight_decay`` was called on an optimizer."""
+    return bool(getattr(optimizer, "_exclude_from_weight_decay", None)) or (
+        getattr(optimizer, "_exclude_from_weight_decay_pattern", None) is not None
+    )
+
+
+def update_metrics(model: Any, metrics: Any, loss: Any, data: Any, y_pred: Any) -> list[Any]:
+    """Returns the metrics' state after one more batch."""
+    x, y, sample_weight = unpack(data)
+    _, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return list(metrics)
+
+
+def in_shape_inference() -> bool:
+    """Says whether the running code only finds out shapes."""
+    return in_symbolic_scope()
+
+
+def embeddings_of(layer: Any) -> Any:
+    """Returns the weight of an embedding layer, or None before it is built."""
+    return getattr(layer, "_embeddings", None)
+
+
+def give_embeddings(layer: Any, weight: Any) -> None:
+    """Gives an embedding layer its weight; it is built then."""
+    layer._embeddings = weight
+    layer.built = True
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Returns all layers inside a model, at any depth."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """Returns what ``compile`` was given."""
+    config = getattr(model, "_compile_config", None)
+    return {} if config is None else dict(config.config)
+
+
+@contextlib.contextmanager
+def without_slots(optimizer: Any) -> Iterator[None]:
+    """Keeps Keras from making an optimizer's arrays for each weight inside the block."""
+    if optimizer is None or optimizer.built:
+        yield
+        return
+    optimizer.built = True
+    try:
+        yield
+    finally:
+        optimizer.built = False
+
+
+def own_steps(model: Any) -> list[str]:
+    """The names of methods that say what a step is, where the user's class has its own."""
+    names = ("train_step", "test_step", "make_train_function", "make_test_function")
+    names = (*names, "make_predict_function")
+    return [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
+
+
+def output_spec(model: Any, x: Any) -> Any:
+    """Returns shapes and types of what a model returns for a batch."""
+    inputs = keras.tree.map_structure(
+        lambda leaf: keras.KerasTensor(np.shape(leaf), dtype=str(np.asarray(leaf).dtype)), x
+    )
+    return keras_backend.compute_output_spec(model, inputs)

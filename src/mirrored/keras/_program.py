@@ -15,6 +15,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from mirrored import _workers
 from mirrored._errors import ArgumentError
 from mirrored._placement import Placement
 from mirrored.keras import _private
@@ -80,7 +81,7 @@ class Program:
             # What a function of the user's own does is its own business, compiling too.
             and not _private.makes_own_function(model, kind)
         )
-        self.pace = Pace()
+        self.pace = Pace(_workers.connected() if placement.spans_processes else None)
         self._traces: dict[Any, Traced] = {}
         self._positions: dict[int, jax.Array] = {}
 

@@ -6,6 +6,7 @@ Where they are put is decided in ``_chunk``.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, final
@@ -13,7 +14,9 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from mirrored import _workers
 from mirrored._placement import Placement
+from mirrored._workers import Workers
 from mirrored.keras import _private
 from mirrored.keras._chunk import Chunk, RowRange, place_batches, place_rows, place_whole
 
@@ -28,8 +31,16 @@ _END = object()
 class ArrayRows:
     """The rows of plain arrays in this epoch's order; gathered only when they are placed."""
 
-    def __init__(self, arrays: Any, row_count: int, batch_size: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        arrays: Any,
+        row_count: int,
+        batch_size: int,
+        shuffle: bool,
+        workers: Workers | None = None,
+    ) -> None:
         self.arrays = arrays
+        self._workers = workers
         self._row_count = row_count
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -54,6 +65,12 @@ class ArrayRows:
             # Drawn when the first batch is asked for, as Keras does: the same seed then
             # gives the same order with and without a strategy.
             self._order = np.random.permutation(self._row_count)
+            if self._workers is not None:
+                # Each worker has drawn its own; of different orders, rows would be read twice
+                # and others not at all.
+                kind = np.uint32 if self._row_count < 2**32 else np.int64
+                order = self._order.astype(kind)
+                self._order = self._workers.broadcast(order, "the order of the rows")
         start = self._next_row
         self._next_row = min(start + self._batch_size, self._row_count)
         return RowRange(self.arrays, self._order, start, self._next_row)
@@ -63,14 +80,25 @@ class ArrayRows:
 class Source(_private.EpochIterator):
     """Keras's own reading of any data it takes, with plain arrays read as row numbers."""
 
+    # The processes that read the same rows in the same order; set by whoever feeds them.
+    workers: Workers | None = None
+
     def _get_iterator(self) -> Any:
         rows = _private.array_rows(self.data_adapter)
         if rows is not None:
-            return ArrayRows(*rows)
+            return ArrayRows(*rows, self.workers)
         return self.data_adapter.get_jax_iterator()
 
     def __next__(self) -> Any:
         return _private.next_step(self)
+
+    def read_epoch(self) -> None:
+        """Reads an epoch to its end and leaves it out."""
+        with self.catch_stop_iteration():
+            for _, _, iterator in self:
+                for _ in range(self.group_size):
+                    if _read(iterator) is _END:
+                        break
 
     @property
     def group_size(self) -> int:
@@ -88,14 +116,21 @@ class Feed:
         self._whole = whole
         self.ahead = ahead
         self._capacities: dict[Any, int] = {}
+        # Over several processes chunks must not depend on how long reading took.
+        self._is_patient = placement.spans_processes
+        source.workers = _workers.connected() if placement.spans_processes else None
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Yields chunks of batches of one shape; what is read is placed at once."""
+    def chunks(self, skipped: int = 0) -> Iterator[Chunk]:
+        """Yields chunks of batches of one shape; what is read is placed at once.
+
+        Args:
+          skipped: how many batches to read and leave out: they were trained on already.
+        """
         pending: list[Any] = []
         numbers: list[tuple[int | None, int | None]] = []
         signature: Any = None
         began = 0.0
-        for batch, begin, end in self._batches():
+        for batch, begin, end in itertools.islice(batches_of(self._source), skipped, None):
             found = _signature(batch)
             if pending and found != signature:
                 yield self._place(pending, numbers, signature)
@@ -105,7 +140,7 @@ class Feed:
             pending.append(batch)
             numbers.append((begin, end))
             full = len(pending) >= self._capacity(batch, signature)
-            slow = not isinstance(batch, RowRange) and (
+            slow = not (self._is_patient or isinstance(batch, RowRange)) and (
                 time.perf_counter() - began > _PATIENCE_SECONDS
             )
             if full or slow:
@@ -113,27 +148,6 @@ class Feed:
                 pending, numbers = [], []
         if pending:
             yield self._place(pending, numbers, signature)
-
-    def _batches(self) -> Iterator[tuple[Any, int | None, int | None]]:
-        """Yields batches with the numbers Keras gives the first and last of each group."""
-        source = self._source
-        with source.catch_stop_iteration():
-            for begin, end, iterator in source:
-                group = []
-                for _ in range(source.group_size):
-                    batch = _read(iterator)
-                    if batch is _END:
-                        break
-                    group.append(batch)
-                if not group:
-                    raise StopIteration
-                last = len(group) - 1
-                for position, batch in enumerate(group):
-                    yield (
-                        batch,
-                        begin if position == 0 else None,
-                        end if position == last else None,
-                    )
 
     def _capacity(self, batch: Any, signature: Any) -> int:
         known = self._capacities.get(signature)
@@ -158,11 +172,32 @@ class Feed:
         self, batches: list[Any], numbers: list[tuple[int | None, int | None]], signature: Any
     ) -> Chunk:
         if self._whole or signature[0] == "sparse":
-            return place_whole(self._placement, _read_rows(batches[0]), numbers)
+            return place_whole(self._placement, read_rows(batches[0]), numbers)
         capacity = self._capacities[signature]
         if isinstance(batches[0], RowRange):
             return place_rows(self._placement, batches, numbers, capacity)
         return place_batches(self._placement, batches, numbers, capacity)
+
+
+def batches_of(source: Source) -> Iterator[tuple[Any, int | None, int | None]]:
+    """Yields batches with the numbers Keras gives the first and last of each group."""
+    with source.catch_stop_iteration():
+        for begin, end, iterator in source:
+            group = []
+            for _ in range(source.group_size):
+                batch = _read(iterator)
+                if batch is _END:
+                    break
+                group.append(batch)
+            if not group:
+                raise StopIteration
+            last = len(group) - 1
+            for position, batch in enumerate(group):
+                yield (
+                    batch,
+                    begin if position == 0 else None,
+                    end if position == last else None,
+                )
 
 
 def _read(iterator: Any) -> Any:
@@ -172,7 +207,8 @@ def _read(iterator: Any) -> Any:
     return next(iterator, _END)
 
 
-def _read_rows(batch: Any) -> Any:
+def read_rows(batch: Any) -> Any:
+    """The arrays of a batch, gathered if it is rows of arrays."""
     if isinstance(batch, RowRange):
         index = batch.index()
         return jax.tree.map(lambda array: array[index], batch.arrays)

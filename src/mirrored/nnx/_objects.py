@@ -22,6 +22,7 @@ from mirrored._claims import Claim
 from mirrored._collectives import Communicator
 from mirrored._errors import ContextError, PaddingError
 from mirrored._replica import ReplicaContext
+from mirrored._types import OPTIMIZER_STATE, OTHER_STATE, PARAMETERS
 from mirrored.nnx._batch_norm import BatchNorm
 from mirrored.nnx._policy import Policy, policy_of, when_changed
 
@@ -156,6 +157,13 @@ class _TakenObjects(_objects.Taken):
             named.append(path if counts[path] == 1 else f"{path}.{numbers[path]}")
             numbers[path] += 1
         return named
+
+    def roles(self) -> list[str]:
+        kinds = ((nnx.Param, PARAMETERS), (nnx.optimizer.OptState, OPTIMIZER_STATE))
+        return [
+            next((role for kind, role in kinds if isinstance(variable, kind)), OTHER_STATE)
+            for _, variable in self.places
+        ]
 
     def inside(self, arrays: list[Any], replica: ReplicaContext | None) -> _objects.Inner:
         return _InnerObjects(self, arrays, replica)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from mirrored import _context
 from mirrored._errors import ArgumentError
-from mirrored._gradient_reduction import reduce_gradients
+from mirrored._gradient_reduction import GradientReduction
 from mirrored._types import ReduceOp
 
 
@@ -25,6 +25,9 @@ class Optimizer(nnx.Optimizer):
       tx: any Optax transformation.
       wrt: which variables to update, as in ``nnx.Optimizer``.
       reduce: "mean" or "sum".
+      communication_dtype: what gradients are reduced in, for example ``jnp.bfloat16``.
+      reduction: "fast", or "reproducible": gradients are summed in one fixed order
+        whatever the number of replicas.
 
     >>> import optax
     >>> from flax import nnx
@@ -46,34 +49,37 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(
-        self, model: Any, tx: Any, *, wrt: Any = nnx.Param, reduce: ReduceOp | str = "mean"
+        self,
+        model: Any,
+        tx: Any,
+        *,
+        wrt: Any = nnx.Param,
+        reduce: ReduceOp | str = "mean",
+        communication_dtype: Any = None,
+        reduction: str = "fast",
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
-        self.reduce = ReduceOp.parse(reduce)
-        if self.reduce not in (ReduceOp.MEAN, ReduceOp.SUM):
+        if reduce is None:
             raise ArgumentError(
-                fact=f"mirrored.nnx.Optimizer was given reduce={reduce!r}.",
+                fact="mirrored.nnx.Optimizer was given reduce=None.",
                 expected='"mean" or "sum".',
-                hint="gradients are averaged over replicas by default.",
+                hint="use nnx.Optimizer where gradients are reduced before.",
             )
+        self.reduction = GradientReduction(reduce, communication_dtype, reduction)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Reduces the gradients where they vary and updates the model."""
-        return super().update(model, _reduced(self.reduce, grads), **kwargs)
+        return super().update(model, self._reduced(grads), **kwargs)
 
-
-def _reduced(op: ReduceOp, gradients: Any) -> Any:
-    context = _context.current()
-    if context.replica is None or context.merging:
-        return gradients
-    communicator = context.replica.communicator
-    leaves, structure = jax.tree.flatten(gradients)
-    varying = [index for index, leaf in enumerate(leaves) if communicator.is_own(leaf)]
-    if varying:
-        with jax.named_scope(f"mirrored.gradients_{op.name.lower()}"):
-            results = reduce_gradients([leaves[index] for index in varying], op, communicator)
-        for index, result in zip(varying, results, strict=True):
-            leaves[index] = result
-    # Parameters and state in here belong to the replica. Where a transformation chooses with
-    # lax.cond (apply_if_finite), both branches must have one type: the gradients join them.
-    return structure.unflatten([communicator.own(leaf) for leaf in leaves])
+    def _reduced(self, gradients: Any) -> Any:
+        context = _context.current()
+        if context.replica is None or context.merging:
+            return gradients
+        communicator = context.replica.communicator
+        found, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found]
+        leaves = [leaf for _, leaf in found]
+        reduced = self.reduction(leaves, names, type(self).__name__, communicator)
+        # Parameters and state in here belong to the replica. Where a transformation chooses
+        # with lax.cond (apply_if_finite), both branches must have one type: they join them.
+        return structure.unflatten([communicator.own(leaf) for leaf in reduced])

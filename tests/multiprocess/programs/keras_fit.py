@@ -16,45 +16,58 @@ import mirrored
 import mirrored.checkpoint
 import mirrored.keras
 
-strategy = mirrored.MultiWorkerMirroredStrategy(timeout=60)
-mode, directory = sys.argv[1], pathlib.Path(sys.argv[2])
-keras.utils.set_random_seed(0)
-with strategy.scope():
-    model = keras.Sequential(
-        [
-            keras.Input((8,)),
-            keras.layers.Dense(16, activation="relu"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(3),
-        ]
-    )
-    model.compile(
-        optimizer=keras.optimizers.Adam(0.01),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+X = np.random.default_rng(0).normal(size=(45, 8)).astype("f4")
+Y = np.random.default_rng(1).integers(0, 3, 45)
 
 
 class Kill(keras.callbacks.Callback):
-    """Kills worker 1 in the middle of the third epoch, the first time."""
+    """Kills worker 1 in the middle of the third epoch, once what was saved is written."""
 
-    def on_epoch_begin(self, epoch, logs=None):
-        first = os.environ["MIRRORED_ATTEMPT"] == "0"
-        if mode == "kill" and first and epoch == 2 and jax.process_index() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, checkpoint):
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.checkpoint.step >= 16:
+            self.checkpoint.wait()
+            if jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-x = np.random.default_rng(0).normal(size=(45, 8)).astype("f4")
-y = np.random.default_rng(1).integers(0, 3, 45)
-checkpoint = mirrored.checkpoint.Checkpoint(directory, {}, every=1)
-callbacks = [mirrored.keras.Backup(checkpoint), Kill()]
-history = model.fit(
-    x, y, epochs=4, batch_size=16, verbose=0, shuffle=False, callbacks=callbacks
-).history
-checkpoint.wait()
-found = {
-    "last": {name: values[-1] for name, values in history.items()},
-    "evaluate": model.evaluate(x, y, batch_size=16, verbose=0),
-    "predict": model.predict(x, batch_size=16, verbose=0).tolist(),
-}
-print("FOUND " + json.dumps(found), flush=True)
+def train(strategy, directory, seed, killed):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile(
+            optimizer=keras.optimizers.Adam(0.01),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    keras.utils.set_random_seed(seed)
+    checkpoint = mirrored.checkpoint.Checkpoint(directory, {}, every=4)
+    callbacks = [mirrored.keras.Backup(checkpoint)]
+    if killed:
+        callbacks.append(Kill(checkpoint))
+    history = model.fit(X, Y, epochs=4, batch_size=8, verbose=0, callbacks=callbacks).history
+    checkpoint.wait()
+    return {
+        "steps": checkpoint.step,
+        "last": {name: values[-1] for name, values in history.items()},
+        "evaluate": model.evaluate(X, Y, batch_size=16, verbose=0),
+        "predict": model.predict(X, batch_size=16, verbose=0).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    first = os.environ["MIRRORED_ATTEMPT"] == "0"
+    strategy = mirrored.MultiWorkerMirroredStrategy(timeout=60)
+    # Each worker would draw another order of the rows; worker 0's counts.
+    found = train(strategy, pathlib.Path(sys.argv[1]), jax.process_index(), first)
+    print("FOUND " + json.dumps(found), flush=True)
