@@ -7,6 +7,7 @@ a checkpoint is taken. The rules of errors are in ``_closure_queue``; who lives 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,9 +27,11 @@ from mirrored._parameter_server._per_worker import (
 from mirrored._parameter_server._recovery import Checkpoints, read_manifest
 from mirrored._parameter_server._remote_value import RemoteValue
 from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
+from mirrored._parameter_server._status_door import StatusDoor
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
+_LOG = logging.getLogger("mirrored")
 _POLL_SECONDS = 0.05
 # How long a worker with nothing to do is still waited for by the others.
 _GRACE_SECONDS = 0.1
@@ -86,7 +89,7 @@ class ClusterCoordinator:
         self._stopping: set[int] = set()
         self._deployment.when_closed(self._queue.close)
         if self._restores:
-            strategy.when_server_lost(self._recovered)
+            strategy.when_server_lost(self._recovered, self._queue.wait_until_redone)
         for index in list(self._deployment.leases):
             self._start_thread(index)
 
@@ -207,6 +210,16 @@ class ClusterCoordinator:
             servers=self._deployment.status(),
         )
 
+    def serve_status(self, port: int = 0) -> str:
+        """Lets ``mirrored status ADDRESS`` on this machine see the status; returns the address.
+
+        Args:
+          port: where to listen, on loopback; a free one is chosen if it is 0.
+        """
+        door = StatusDoor(self.status, port)
+        self._deployment.when_closed(door.close)
+        return door.address
+
     # --- checkpoints -------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> str:
@@ -230,22 +243,49 @@ class ClusterCoordinator:
         """
         checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
         with self._standstill:
-            if self._queue.is_busy:
-                raise CheckpointError(
-                    fact="restore was called while closures wait or run.",
-                    expected="a coordinator that has nothing to do.",
-                    hint="join first.",
-                )
             latest = checkpoints.latest()
-            if latest is None:
-                return False
-            path, manifest = latest
-            self._queue.next_number = max(self._queue.next_number, manifest["next_closure"])
-            self._deployment.new_epoch()
-            self._deployment.restore(path, manifest)
-            if self._restores:
-                self._deployment.unsaved = True
-        return True
+            if latest is not None:
+                self._restore(*latest)
+            return latest is not None
+
+    def get_state(self) -> dict[str, str]:
+        """Saves what is on the servers; returns where, for ``mirrored.checkpoint``.
+
+        So ``Checkpoint(directory, {"servers": coordinator, "epoch": 0})`` saves and restores
+        variables, tables and optimizers on servers together with all else of a program. The
+        strategy's ``checkpoint_directory`` has the newest four.
+        """
+        if self._strategy.checkpoint_directory is None:
+            raise CheckpointError(
+                fact="the servers are to be saved, and the strategy has no checkpoint_directory.",
+                expected="a folder that all servers see, now and when the program starts again.",
+                hint="write ParameterServerStrategy(..., checkpoint_directory=...).",
+            )
+        with self._standstill:
+            path = self._save(Checkpoints(self._state_directory(), keep=4))
+        return {"checkpoint": os.path.basename(path)}
+
+    def set_state(self, state: Mapping[str, str]) -> None:
+        """Brings the servers to what ``get_state`` saved."""
+        path = os.path.join(self._state_directory(), state["checkpoint"])
+        with self._standstill:
+            self._restore(path, read_manifest(path))
+
+    def _state_directory(self) -> str:
+        return os.path.join(self._strategy.checkpoint_directory or "", "of_programs")
+
+    def _restore(self, path: str, manifest: Any) -> None:
+        if self._queue.is_busy:
+            raise CheckpointError(
+                fact="restore was called while closures wait or run.",
+                expected="a coordinator that has nothing to do.",
+                hint="join first.",
+            )
+        self._queue.next_number = max(self._queue.next_number, manifest["next_closure"])
+        self._deployment.new_epoch()
+        self._deployment.restore(path, manifest)
+        if self._restores:
+            self._deployment.unsaved = True
 
     def _save_between_closures(self) -> None:
         with self._standstill:
@@ -287,7 +327,11 @@ class ClusterCoordinator:
                 if idle > _GRACE_SECONDS or self._queue.is_paused:
                     self._leave_turns(index)
                 continue
-            self._run(index, closure)
+            try:
+                self._run(index, closure)
+            except Exception as error:  # noqa: BLE001 (told to who waits for the closure)
+                if not self._queue.is_closed:
+                    self._queue.fail(closure, error)
             idle_since = time.monotonic()
         self._leave_turns(index)
 
@@ -309,9 +353,11 @@ class ClusterCoordinator:
         except WorkerError as error:
             self._worker_lost(index, closure, error)
             return
-        self._ended(closure, call, outcome)
+        self._ended(index, closure, call, outcome)
 
-    def _ended(self, closure: Closure, call: ClosureCall, outcome: ClosureOutcome) -> None:
+    def _ended(
+        self, index: int, closure: Closure, call: ClosureCall, outcome: ClosureOutcome
+    ) -> None:
         error = outcome.error
         if call.epoch != self._deployment.epoch:
             # Servers were brought back to before this closure.
@@ -323,11 +369,13 @@ class ClusterCoordinator:
         else:
             self._queue.finish(closure, outcome.value)
             if self._restores and self._queue.over_count >= self._every:
+                # Others, whose closures have to end first, must not wait for this worker.
+                self._leave_turns(index)
                 self._save_in_thread()
 
     def _save_in_thread(self) -> None:
         with self._standstill:
-            if self._queue.over_count < self._every:
+            if self._queue.over_count < self._every or self._queue.is_closed:
                 return
             try:
                 self._save(self._checkpoints)
@@ -340,6 +388,7 @@ class ClusterCoordinator:
     # --- losses ------------------------------------------------------------------
 
     def _worker_lost(self, index: int, closure: Closure, error: WorkerError) -> None:
+        _LOG.warning("%s %s runs again elsewhere.", error.fact, closure.name)
         # First refuse what it may still send; then let another run the closure.
         self._deployment.give_up_worker(index)
         with self._members_lock:
@@ -406,6 +455,8 @@ class ClusterCoordinator:
         self._queue.pause()
         try:
             for _ in range(_MOST_LOSSES):
+                if self._queue.is_closed:
+                    return
                 loss = self._loss()
                 latest = self._checkpoints.latest()
                 if latest is None or self._deployment.unsaved:
