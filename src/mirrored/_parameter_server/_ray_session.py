@@ -22,9 +22,10 @@ if "ray" not in sys.modules:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
+    import zmq  # noqa: F401 (what the transports need comes with the same extra)
 except ImportError as error:
     raise MissingDependencyError(
-        fact="ParameterServerStrategy(engine='ray') needs Ray, which is not installed.",
+        fact=f"ParameterServerStrategy(engine='ray') needs Ray and ZeroMQ: {error}.",
         expected="the extra mirrored[ray].",
         hint="pip install 'mirrored[ray]', or use engine='threads'.",
     ) from error
