@@ -6,6 +6,7 @@ strategy that used it. A session that the program started itself is used and lef
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -22,7 +23,9 @@ if "ray" not in sys.modules:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
-    import zmq  # noqa: F401 (what the transports need comes with the same extra)
+
+    # What the transports need comes with the same extra.
+    importlib.import_module("zmq")
 except ImportError as error:
     raise MissingDependencyError(
         fact=f"ParameterServerStrategy(engine='ray') needs Ray and ZeroMQ: {error}.",
