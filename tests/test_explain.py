@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from flax import nnx
 import mirrored
 import mirrored.nnx
 from mirrored._compiled import Collective, collectives_of, is_collective
-from mirrored._timeline import _length
+from mirrored._timeline import _length, _read
 
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 Y = X[:, :4]
@@ -92,6 +93,16 @@ def test_a_mirrored_function(strategy, program, tmp_path, capsys):
     pixels = matplotlib.image.imread(tmp_path / "picture.png")
     assert pixels.shape[0] > 300
     assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+def test_a_trace_that_names_no_program(strategy, program, monkeypatch):
+    """The program is compiled once more, and read."""
+    monkeypatch.setattr("mirrored._explain._programs", lambda placement, timeline: [])
+    step, _, _, dataset = program
+    found = strategy.explain(step, *next(iter(dataset)), steps=1)
+    assert [one.kind for one in found.collectives] == ["all-reduce"]
+    assert found.programs[0].name == "one_step"
+    assert found.memory["parameters"] == WEIGHT_BYTES
 
 
 @pytest.mark.parametrize("donated", [(), (0, 1)])
@@ -254,6 +265,38 @@ def test_the_collectives_of_a_program_as_text():
     assert is_collective("all-reduce.7")
     assert is_collective("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)")
     assert not is_collective("multiply_all-reduce_fusion")
+
+
+def events(*told):
+    return [
+        types.SimpleNamespace(
+            name=name, start_ns=start, duration_ns=end - start, stats=list(stats.items())
+        )
+        for name, start, end, stats in told
+    ]
+
+
+def test_a_trace_of_gpus():
+    """Kernels of a CUDA graph name no operation; what runs on the host is not counted."""
+    second = 1_000_000_000
+    nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)"
+    told = {"hlo_op": "fusion.1", "hlo_module": "jit_step"}
+    streams = [
+        ("Stream #1(Compute)", events(("fusion.1", 0, 2 * second, told), ("gemm", 5, 10, {}))),
+        ("Stream #2", events((nccl, second, 4 * second, {}))),
+    ]
+    host = [("python", events(("call", 0, 9 * second, {})))]
+    planes = [
+        types.SimpleNamespace(
+            name=name,
+            lines=[types.SimpleNamespace(name=line, events=found) for line, found in lines],
+        )
+        for name, lines in (("/device:GPU:0", streams), ("/device:GPU:1", []), ("/host:CPU", host))
+    ]
+    found = _read(types.SimpleNamespace(planes=planes), 5.0)
+    assert (found.compute, found.collectives) == (2.0, 2.0)
+    assert found.operations == {"jit_step": {"fusion.1"}}
+    assert _read(types.SimpleNamespace(planes=planes[1:]), 5.0) is None
 
 
 def test_intervals_that_overlap_count_once():

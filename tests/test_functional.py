@@ -116,6 +116,23 @@ def test_updated_inside_the_replicas(name, rows):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
 
 
+def test_a_transformation_that_chooses(two):
+    """Both branches of its lax.cond must have one type: the gradients join the parameters'."""
+    tx = optax.apply_if_finite(optax.adam(1e-2), 2)
+
+    def train_step(parameters, state, x):
+        ctx = mirrored.get_replica_context()
+        gradients = jax.grad(lambda p: mirrored.mean(per_example(p, x)))(parameters)
+        gradients = ctx.own(ctx.all_reduce("mean", gradients))
+        updates, state = tx.update(gradients, state, parameters)
+        return mirrored.as_mirrored((optax.apply_updates(parameters, updates), state))
+
+    parameters, state = PARAMETERS, tx.init(PARAMETERS)
+    for x in two.distribute_dataset(batches(5).reshape(-1, 2), batch_size=5):
+        parameters, state = two.run(train_step, args=(parameters, state, x))
+    assert_close(parameters, alone(tx, 5)[1])
+
+
 @pytest.mark.parametrize("rows", [8, 5])
 def test_equinox(rows):
     strategy = make_strategy(4)

@@ -209,6 +209,34 @@ def test_ways_to_reduce_gradients(two):
         updated(two, gradients, reduction="exact")
 
 
+def test_the_same_bits_on_one_device_and_on_four():
+    """A reproducible gradient is one of an nnx.State; batches are of 8 rows."""
+
+    def train_step(model, optimizer, batch):
+        graphdef, parameters = nnx.split(model)
+
+        def loss_fn(parameters, x, y):
+            return mirrored.mean(losses_of(nnx.merge(graphdef, parameters), x, y))
+
+        step = mirrored.reproducible_value_and_grad(loss_fn, micro_shards=4)
+        loss, gradients = step(parameters, *batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    def trained(replica_count):
+        strategy = make_strategy(replica_count)
+        with strategy.scope():
+            model = Lora(nnx.Rngs(0))
+            optimizer = mirrored.nnx.Optimizer(model, optax.adam(1e-2))
+        for batch in strategy.distribute_dataset((X[:8], Y[:8]), batch_size=8):
+            strategy.run(train_step, args=(model, optimizer, batch))
+            strategy.run(train_step, args=(model, optimizer, batch))
+        return arrays(model, optimizer)
+
+    for mine, theirs in zip(trained(4), trained(1), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_the_state_of_a_model_in_functional_style(two):
     """An nnx.State goes in and comes out as a pytree; gradients of it are one too."""
     graphdef, parameters = nnx.split(nnx.Linear(6, 4, rngs=nnx.Rngs(0)))

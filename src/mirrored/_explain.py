@@ -60,7 +60,9 @@ def explain_step(
         host = statistics.median(calls.host_seconds() for _ in range(min(steps, _MOST_TRIALS)))
         wall = calls.seconds(steps)
         timeline = record(lambda: calls.seconds(steps))
-    programs = [] if timeline is None else _programs(placement, timeline)
+        programs = [] if timeline is None else _programs(placement, timeline)
+        if not programs and isinstance(step, (Function, jax.stages.Wrapped)):
+            programs = [_compiled_anew(step, args)]
     return Explanation(
         name=getattr(step, "__qualname__", type(step).__name__),
         where=placement.describe(),
@@ -309,6 +311,13 @@ def _device_bytes(array: Any) -> int:
     shape = array.sharding.shard_shape(array.shape)
     itemsize = array.dtype.itemsize
     return int(np.prod(shape, dtype=int)) * itemsize
+
+
+def _compiled_anew(step: Any, args: tuple[Any, ...]) -> ProgramFacts:
+    """Reads the program where the trace does not lead to it."""
+    compiled = step.lower(*args).compile()
+    cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+    return facts_of(step.__name__, compiled.as_text() or "", memory, cost)
 
 
 # --- the programs that ran --------------------------------------------------------------------

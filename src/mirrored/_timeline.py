@@ -73,14 +73,16 @@ def _read(profile: Any, wall: float) -> Timeline | None:
             for event in line.events:
                 told = dict(event.stats)
                 operation = told.get("hlo_op")
-                if operation is None:
+                # Kernels of a CUDA graph do not say which operation they are.
+                if operation is None and not _is_kernel(plane.name, line.name):
                     continue
                 # CPU devices share a plane; each GPU has its own.
                 device = (plane.name, told.get("device_ordinal"))
                 interval = (event.start_ns, event.start_ns + event.duration_ns)
-                found = is_collective(operation) or is_collective(event.name)
+                found = is_collective(event.name) or is_collective(operation or "")
                 (exchanging if found else computing)[device].append(interval)
-                operations[str(told.get("hlo_module", ""))].add(operation)
+                if operation is not None:
+                    operations[str(told.get("hlo_module", ""))].add(operation)
     devices = {*computing, *exchanging}
     if not devices:
         return None
@@ -89,6 +91,10 @@ def _read(profile: Any, wall: float) -> Timeline | None:
     scale = 1e-9 / len(devices)
     named = {name: frozenset(found) for name, found in operations.items()}
     return Timeline(wall, compute * scale, (either - compute) * scale, named)
+
+
+def _is_kernel(plane: str, line: str) -> bool:
+    return plane.startswith("/device:GPU") and line.startswith("Stream")
 
 
 def _length(intervals: list[_Interval]) -> float:
