@@ -6,13 +6,14 @@ ARGS ?=
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench format docs docs-serve api errors lock clean
+.PHONY: help setup demo test check chaos chaos-ps bench format docs docs-serve api errors lock clean
 
 help:
 	@echo "make demo    train a small model on all devices and show how it goes"
 	@echo "make test    all checks, then all tests; ARGS='-k name' goes to pytest"
 	@echo "make check   ruff, format, pyright and the layers"
 	@echo "make chaos   50 seeded runs whose workers are killed, stopped and preempted (20 minutes)"
+	@echo "make chaos-ps  20 seeded runs whose parameter servers and their workers are killed (10 minutes)"
 	@echo "make bench   benchmarks beside TensorFlow, PyTorch and JAX; ARGS='--only nnx' (25 minutes)"
 	@echo "make format  let ruff format the files and mend what it can"
 	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
@@ -36,6 +37,9 @@ test: check
 
 chaos: setup
 	@$(VENV_PYTHON) tests/multiprocess/chaos.py $(ARGS)
+
+chaos-ps: setup
+	@JAX_PLATFORMS=cpu $(VENV_PYTHON) tests/chaos_parameter_servers.py $(ARGS)
 
 bench: setup
 	@$(VENV_PYTHON) benchmarks/run.py $(ARGS)

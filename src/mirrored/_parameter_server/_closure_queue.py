@@ -60,6 +60,8 @@ class ClosureQueue:
         # Numbers of closures that are not over, and of those that are and still stand in it.
         self._open: list[int] = []
         self._ended: set[int] = set()
+        # Numbers of those that were over, and are to be once more.
+        self._redone: set[int] = set()
 
     # --- what the program does ---------------------------------------------------
 
@@ -145,6 +147,7 @@ class ClosureQueue:
             while self._waiting:
                 cancelled = self._waiting.popleft()
                 self._ended.add(cancelled.number)
+                self._redone.discard(cancelled.number)
                 cancelled.result.fail(
                     CancelledError(
                         fact=f"{cancelled.name} was cancelled: {why} failed before it ran.",
@@ -167,6 +170,7 @@ class ClosureQueue:
 
     def _gone(self, closure: Closure) -> None:
         self._running.pop(closure.number, None)
+        self._redone.discard(closure.number)
         self._ended.add(closure.number)
         self._changed.notify_all()
 
@@ -252,9 +256,15 @@ class ClosureQueue:
             for closure in again:
                 # Its number may stand in the heap still, or not.
                 self._ended.discard(closure.number)
+                self._redone.add(closure.number)
                 heapq.heappush(self._open, closure.number)
             self._waiting.extendleft(reversed(again))
             self._changed.notify_all()
+
+    def wait_until_redone(self) -> None:
+        """Waits until all that was over once is over again, or cannot be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._redone or self._error or self._closed)
 
     def close(self) -> None:
         """Lets everybody who waits go."""

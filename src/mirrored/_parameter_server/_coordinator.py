@@ -7,6 +7,7 @@ a checkpoint is taken. The rules of errors are in ``_closure_queue``; who lives 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
+_LOG = logging.getLogger("mirrored")
 _POLL_SECONDS = 0.05
 # How long a worker with nothing to do is still waited for by the others.
 _GRACE_SECONDS = 0.1
@@ -86,7 +88,7 @@ class ClusterCoordinator:
         self._stopping: set[int] = set()
         self._deployment.when_closed(self._queue.close)
         if self._restores:
-            strategy.when_server_lost(self._recovered)
+            strategy.when_server_lost(self._recovered, self._queue.wait_until_redone)
         for index in list(self._deployment.leases):
             self._start_thread(index)
 
@@ -287,7 +289,11 @@ class ClusterCoordinator:
                 if idle > _GRACE_SECONDS or self._queue.is_paused:
                     self._leave_turns(index)
                 continue
-            self._run(index, closure)
+            try:
+                self._run(index, closure)
+            except Exception as error:  # noqa: BLE001 (told to who waits for the closure)
+                if not self._queue.is_closed:
+                    self._queue.fail(closure, error)
             idle_since = time.monotonic()
         self._leave_turns(index)
 
@@ -309,9 +315,11 @@ class ClusterCoordinator:
         except WorkerError as error:
             self._worker_lost(index, closure, error)
             return
-        self._ended(closure, call, outcome)
+        self._ended(index, closure, call, outcome)
 
-    def _ended(self, closure: Closure, call: ClosureCall, outcome: ClosureOutcome) -> None:
+    def _ended(
+        self, index: int, closure: Closure, call: ClosureCall, outcome: ClosureOutcome
+    ) -> None:
         error = outcome.error
         if call.epoch != self._deployment.epoch:
             # Servers were brought back to before this closure.
@@ -323,11 +331,13 @@ class ClusterCoordinator:
         else:
             self._queue.finish(closure, outcome.value)
             if self._restores and self._queue.over_count >= self._every:
+                # Others, whose closures have to end first, must not wait for this worker.
+                self._leave_turns(index)
                 self._save_in_thread()
 
     def _save_in_thread(self) -> None:
         with self._standstill:
-            if self._queue.over_count < self._every:
+            if self._queue.over_count < self._every or self._queue.is_closed:
                 return
             try:
                 self._save(self._checkpoints)
@@ -340,6 +350,7 @@ class ClusterCoordinator:
     # --- losses ------------------------------------------------------------------
 
     def _worker_lost(self, index: int, closure: Closure, error: WorkerError) -> None:
+        _LOG.warning("%s %s runs again elsewhere.", error.fact, closure.name)
         # First refuse what it may still send; then let another run the closure.
         self._deployment.give_up_worker(index)
         with self._members_lock:
@@ -406,6 +417,8 @@ class ClusterCoordinator:
         self._queue.pause()
         try:
             for _ in range(_MOST_LOSSES):
+                if self._queue.is_closed:
+                    return
                 loss = self._loss()
                 latest = self._checkpoints.latest()
                 if latest is None or self._deployment.unsaved:

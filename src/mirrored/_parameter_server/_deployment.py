@@ -132,6 +132,13 @@ class Deployment:
             self.engine.control(server, "optimizer", spec.number, rule)
         return spec
 
+    def settle_rounds(self) -> None:
+        """Tells all servers of closed rounds: who was to tell them may have died."""
+        if self.staleness.kind == "sync":
+            closed = self.engine.control(0, "closed")
+            for server in range(1, self.server_count):
+                self.engine.control(server, "close", closed)
+
     def set_number(self, optimizer: OptimizerSpec, path: str, value: Any) -> None:
         """Sets a number in an optimizer's state on all servers: its learning rate, say."""
         for server in range(self.server_count):

@@ -36,6 +36,10 @@ class TableHome(Home):
     def participant(self) -> Participant:
         """In whose name the running code reads and writes."""
 
+    def again(self, action: Callable[[], Any]) -> Any:
+        """Acts, once more where servers were lost meanwhile and came back."""
+        return action()
+
     @abc.abstractmethod
     def adopt_table(self, table: Any, make: Callable[[int, int], Any]) -> None:
         """Takes in a table just made, and how its first rows are made."""
@@ -125,10 +129,14 @@ class EmbeddingTable(NestLeaf, Remote):
             )
         differentiated = _context.current().differentiated
         rows = differentiated.get(self) if differentiated else None
-        return self._home.participant.lookup(self._home.spec_of(self), ids, rows)
+        home, spec = self._home, self._home.spec_of(self)
+        return home.again(lambda: home.participant.lookup(spec, ids, rows))
 
     def numpy(self) -> np.ndarray:
         """Returns all rows, on the host of who asks; for tables that fit there."""
+        return self._home.again(self._all_rows)
+
+    def _all_rows(self) -> np.ndarray:
         spec = self._home.spec_of(self)
         rows = np.empty(self.shape, self.dtype)
         for start in range(0, self.shape[0], _BLOCK_ROWS):
@@ -152,6 +160,9 @@ class EmbeddingTable(NestLeaf, Remote):
                 expected=f"different ids, and values of shape {(len(ids), self.shape[1])}.",
                 hint="leave ids out to set all rows.",
             )
+        self._home.again(lambda: self._put(ids, values))
+
+    def _put(self, ids: np.ndarray, values: np.ndarray) -> None:
         order = np.argsort(ids, kind="stable")
         spec, participant = self._home.spec_of(self), self._home.participant
         for start in range(0, len(ids), _BLOCK_ROWS):

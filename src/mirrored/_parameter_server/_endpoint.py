@@ -120,7 +120,10 @@ def is_reachable(address: Address) -> bool:
             _shared_memory.knock(address.local)
         elif address.remote is not None:
             host, _, port = address.remote.removeprefix("tcp://").rpartition(":")
-            socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+            with socket.create_connection((host, int(port)), _KNOCK_SECONDS) as connection:
+                # ZeroMQ says who it is at once, on a thread of its own.
+                if not connection.recv(1):
+                    return False
     except OSError:
         return False
     return True

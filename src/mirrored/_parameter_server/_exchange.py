@@ -209,6 +209,8 @@ class Exchange:
         future = self.links.submit(_KEEPER, "push", {**fields, **said}, arrays)
         reply, _ = self.links.wait(_KEEPER, "push", future)
         if reply.get("duplicate"):
+            self._round, self._closed = reply["round"], reply["closed"]
+            self._ahead = (reads, {_KEEPER: future, **self._tell_round(reads)})
             return True
         deadline, nap = self._deadline(), _FIRST_NAP
         asked = {"lease": self._lease, **said, "read": reads.get(_KEEPER, [])}
@@ -220,17 +222,20 @@ class Exchange:
         if reply.get("late") and not reply.get("dropped"):
             self._step -= 1
             return False
-        # The others learn from whoever comes first whose gradients were taken.
-        rest = {
+        self._ahead = (reads, {_KEEPER: future, **self._tell_round(reads)})
+        return True
+
+    def _tell_round(self, reads: Reads) -> dict[int, concurrent.futures.Future[Reply]]:
+        """Says to the other servers whose gradients were taken, and asks for values."""
+        return {
             server: self.links.submit(
                 server,
                 "pull",
                 {"lease": self._lease, "closed": self._closed, "read": reads.get(server, [])},
             )
-            for server in sorted({*updates, *reads} - {_KEEPER})
+            for server in range(self.links.server_count)
+            if server != _KEEPER
         }
-        self._ahead = (reads, {_KEEPER: future, **rest})
-        return True
 
     def _deadline(self) -> float:
         return time.monotonic() + self.links.timeout

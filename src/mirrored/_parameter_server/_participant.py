@@ -36,15 +36,23 @@ class Participant:
       steps: the compiled steps of its process.
       device: where it computes.
       index: the worker's number; None for the coordinator.
+      sent: called after updates were sent, if given.
     """
 
     def __init__(
-        self, exchange: Exchange, steps: Steps, device: Any, index: int | None = None
+        self,
+        exchange: Exchange,
+        steps: Steps,
+        device: Any,
+        index: int | None = None,
+        *,
+        sent: Callable[[], None] | None = None,
     ) -> None:
         self.exchange = exchange
         self.index = index
         self.device = device
         self._steps = steps
+        self._sent = sent
         self._usual = 0
 
     # --- one at a time -----------------------------------------------------------
@@ -116,6 +124,8 @@ class Participant:
             # here knows, so they cannot be computed again: they are sent as they are.
             gradients = False
         self.exchange.values(_NOTHING)
+        if self._sent is not None:
+            self._sent()
 
     # --- rows of tables ----------------------------------------------------------
 
@@ -230,6 +240,8 @@ class Participant:
         # after another mostly have as many steps as the one before.
         last = self.exchange.steps + 1 == self._usual
         reads = _NOTHING if last else step.reads.reads
+        if self._sent is not None:
+            self._sent()
         return self.exchange.push(updates.parts(), reads, is_step=updates.is_step)
 
     def finish(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -41,13 +42,15 @@ _MOST_FUNCTIONS = 1024
 UNKNOWN = "unknown"
 
 
-def prepare_process(platform: str | None, threads: int | None) -> None:
-    """Sets what JAX reads when it is first used.
+def prepare_process(paths: list[str], platform: str | None, threads: int | None) -> None:
+    """Sets what JAX reads when it is first used, and where modules are found.
 
     Args:
+      paths: where the program finds its modules.
       platform: where this process computes ("cpu"); None for whatever Ray gave it.
       threads: how many threads XLA may use on the CPU.
     """
+    sys.path += [path for path in paths if path not in sys.path]
     flags = os.environ.get("XLA_FLAGS", "")
     # Virtual devices of the program that started this process are not for this one.
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
@@ -67,8 +70,10 @@ def _interface(network: Network) -> str:
 class ServerProcess:
     """One server."""
 
-    def __init__(self, spec: ServerSpec, network: Network, threads: int | None) -> None:
-        prepare_process("cpu", threads)
+    def __init__(
+        self, spec: ServerSpec, network: Network, paths: list[str], threads: int | None
+    ) -> None:
+        prepare_process(paths, "cpu", threads)
         self._server = Server(spec)
         self._endpoint = Endpoint(
             self._server, self._server.lock, network, _interface(network), spec.name
@@ -104,9 +109,14 @@ class WorkerProcess:
     """One worker. Answers the operation ``execute`` of the coordinator."""
 
     def __init__(
-        self, spec: WorkerSpec, network: Network, platform: str | None, threads: int | None
+        self,
+        spec: WorkerSpec,
+        network: Network,
+        paths: list[str],
+        platform: str | None,
+        threads: int | None,
     ) -> None:
-        prepare_process(platform, threads)
+        prepare_process(paths, platform, threads)
         self._spec = spec
         self._network = network
         self._addresses: list[Address] = []

@@ -9,6 +9,7 @@ takes over is a new one, under a new lease, and the old one is ended for certain
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -111,7 +112,7 @@ class RayEngine(Engine):
         if old is not None:
             old.end()
         make = _ServerActor.options(**_OPTIONS, **self._server_options)
-        handle = make.remote(spec, self._network, self._server_threads)
+        handle = make.remote(spec, self._network, list(sys.path), self._server_threads)
         self._servers[spec.index] = _Actor(handle, spec.name)
         self._version += 1
 
@@ -119,7 +120,9 @@ class RayEngine(Engine):
         self.stop_worker(spec.index)
         self._patience = spec.timeout
         make = _WorkerActor.options(**_OPTIONS, **self._worker_options)
-        handle = make.remote(spec, self._network, self._platform, self._worker_threads)
+        handle = make.remote(
+            spec, self._network, list(sys.path), self._platform, self._worker_threads
+        )
         self._workers[spec.index] = _Actor(handle, spec.name)
 
     def stop_worker(self, index: int) -> None:
@@ -158,8 +161,9 @@ class RayEngine(Engine):
         return server is not None and server.is_alive()
 
     def worker_is_alive(self, index: int) -> bool:
+        # Not asked as servers are: it answers nothing while it runs a closure.
         worker = self._workers.get(index)
-        return worker is not None and worker.is_alive()
+        return worker is not None and not worker.dead.is_set()
 
     def _result(self, actor: _Actor, reference: Any, operation: str) -> Any:
         """Waits for what was asked of an actor through Ray, as long as it lives.
@@ -168,16 +172,19 @@ class RayEngine(Engine):
         """
         while True:
             try:
-                return ray.get(reference, timeout=_QUIET_SECONDS)
+                result = ray.get(reference, timeout=_QUIET_SECONDS)
             except GetTimeoutError:
                 self._require_answering(actor, operation)
             except RayActorError:
                 actor.dead.set()
                 raise gone(actor.name, operation) from None
+            else:
+                actor.started = True
+                return result
 
     def _require_answering(self, actor: _Actor, operation: str) -> None:
         """Raises ServerError if an actor that has much to do does not even say so."""
-        patience = self._patience if actor.address is not None else _START_SECONDS
+        patience = self._patience if actor.started else _START_SECONDS
         try:
             ray.get(actor.handle.ping.remote(), timeout=patience)
         except GetTimeoutError:
@@ -326,6 +333,8 @@ class _Actor:
         self.handle = handle
         self.name = name
         self.dead = threading.Event()
+        # Whether it has ever answered: importing takes a while.
+        self.started = False
         self.address: Address | None = None
         # Of a worker: what it was given.
         self.version = -1

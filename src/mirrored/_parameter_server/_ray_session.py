@@ -106,7 +106,7 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
             # Ray starts its processes with fork and exec, as JAX need not fear.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(**{**arguments, **options})
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:
         where = "on this machine" if address is None else f"at {address!r}"
         raise ClusterError(
             fact=f"Ray {where} did not start: {error}",

@@ -52,6 +52,7 @@ class Checkpoints:
         partial = os.path.join(self.directory, f".partial_{number}_{uuid.uuid4().hex[:8]}")
         os.makedirs(partial)
         try:
+            deployment.settle_rounds()
             servers = [
                 deployment.engine.control(server, "save", partial)
                 for server in range(deployment.server_count)

@@ -7,7 +7,7 @@ is decided in ``_turns``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -50,9 +50,19 @@ class Rounds:
             )
 
     def take(
-        self, round_number: int, leases: Sequence[int]
+        self,
+        round_number: int,
+        leases: Sequence[int],
+        is_applied: Callable[[int, int], bool],
     ) -> tuple[list[Identity], list[Fields], list[np.ndarray]] | None:
-        """The step made of what these workers sent; None if it was made before."""
+        """The step made of what these workers sent; None if it was made before.
+
+        Args:
+          round_number: which round.
+          leases: whose gradients make it.
+          is_applied: says of a closure's step that it was in an earlier one: sent again,
+            since its worker was lost, before this server knew that the round was closed.
+        """
         if round_number <= self._taken:
             return None
         self._taken = round_number
@@ -60,7 +70,11 @@ class Rounds:
         self._offers = {
             number: kept for number, kept in self._offers.items() if number > round_number
         }
-        chosen = [offers[lease] for lease in leases if lease in offers]
+        chosen = [
+            offers[lease]
+            for lease in leases
+            if lease in offers and not is_applied(*offers[lease].identity)
+        ]
         updates, arrays = _mean(chosen, len(leases))
         return [offer.identity for offer in chosen], updates, arrays
 

@@ -8,7 +8,8 @@ Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
 ``optimizer`` (number, rule), ``number`` (optimizer, path, value), ``table`` (piece, a
-function of a range of rows), ``pieces``, ``end_lease``, ``epoch``, ``save``, ``restore``.
+function of a range of rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``,
+``save``, ``restore``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Server:
             "table": self._create_table,
             "pieces": self._expect_pieces,
             "end_lease": self._end_lease,
+            "closed": self._closed,
+            "close": self._close,
             "epoch": self._set_epoch,
             "save": self._save,
             "restore": self._restore,
@@ -139,8 +142,7 @@ class Server:
 
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
-        if "closed" in fields:
-            self._commit(*fields["closed"])
+        self._close(fields.get("closed", ()))
         return {}, self._values(fields)
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
@@ -184,7 +186,11 @@ class Server:
         # The coordinator's own writes belong to no closure.
         if closure is not None and self.applied.has(closure, step):
             self._tally.duplicates += 1
-            return self._answer(fields, {"duplicate": True})
+            known: Fields = {"duplicate": True}
+            if kind == "sync" and self.spec.index == 0 and fields["lease"] is not None:
+                # Whoever closed the round may have died before the other servers knew.
+                known |= self._standing(fields["lease"])[0]
+            return self._answer(fields, known)
         self._tally.came(fields["lease"])
         if kind == "sync" and fields.get("round") is not None:
             return self._gather(fields, arrays)
@@ -267,9 +273,8 @@ class Server:
         return self._standing(fields["leases"][0])
 
     def _standing(self, lease: int) -> Reply:
-        closed, leases = self._turns.closed
         go = self.spec.staleness.kind != "bounded" or self._turns.may_go(lease)
-        return {"go": go, "round": self._turns.round, "closed": [closed, leases]}, []
+        return {"go": go, "round": self._turns.round, "closed": self._turns.closed}, []
 
     def _leave(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._turns.leave(fields["lease"])
@@ -323,7 +328,7 @@ class Server:
 
     def _commit(self, round_number: int, leases: Sequence[int]) -> None:
         """Makes the step of a round of the gradients of these workers; once."""
-        taken = self._rounds.take(round_number, leases)
+        taken = self._rounds.take(round_number, leases, self.applied.has)
         if taken is None:
             return
         identities, updates, arrays = taken
@@ -331,6 +336,15 @@ class Server:
             self._apply(updates, arrays)
         for closure, step in identities:
             self.applied.note(closure, step)
+
+    def _closed(self) -> list[tuple[int, list[int]]]:
+        """Under "sync", at server 0: the last rounds, and whose gradients made them."""
+        return self._turns.closed
+
+    def _close(self, closed: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Makes the steps of rounds that were closed, those that were not made yet."""
+        for round_number, leases in closed:
+            self._commit(round_number, leases)
 
     # --- membership and faults ---------------------------------------------------
 

@@ -7,6 +7,7 @@ peer that is killed is noticed at once, because its socket closes.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -24,6 +25,9 @@ from mirrored._parameter_server._wire import ERROR, Header
 
 # A peer that reads no answers for this long is let go: others wait behind it.
 _SEND_SECONDS = 10.0
+# Whether somebody is there may be asked without the token.
+_KNOCK, _HERE = b"knock", b"here"
+_KNOCK_SECONDS = 0.5
 
 
 def is_possible() -> bool:
@@ -39,13 +43,19 @@ def host_name() -> str:
 
 
 def knock(address: str) -> None:
-    """Raises OSError if nobody listens at an address of this host."""
+    """Raises OSError if nobody is at an address of this host; who is busy is there.
+
+    That a connection is accepted says little: a process that ends closes its sockets one
+    after another, and whoever saw the first of them close asks before the last one does.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_SEND_SECONDS)
+        connection.settimeout(_KNOCK_SECONDS)
         try:
             connection.connect("\0" + address)
+            connection.send(_KNOCK)
+            if not connection.recv(len(_HERE)):
+                raise ConnectionResetError
         except (BlockingIOError, TimeoutError):
-            # Somebody does, and is busy.
             return
 
 
@@ -151,9 +161,12 @@ class SharedMemoryListener(Listener):
             token = b""
         if hmac.compare_digest(token, self._keys.token):
             self._selector.modify(connection, selectors.EVENT_READ, Packets(connection))
-        else:
-            self._selector.unregister(connection)
-            connection.close()
+            return
+        if token == _KNOCK:
+            with contextlib.suppress(OSError):
+                connection.send(_HERE)
+        self._selector.unregister(connection)
+        connection.close()
 
     def _answer(self, packets: Packets) -> None:
         try:
@@ -169,6 +182,7 @@ class SharedMemoryListener(Listener):
 
     def _reply(self, packets: Packets, header: Header, arrays: list[Any]) -> None:
         word, fields, found = answered(self._service, self._lock, header, arrays)
+        found = list(found)
         # With them the blocks they lie in are given back, in the packet that goes out now.
         arrays.clear()
         packets.send(header.number, word, fields, found)

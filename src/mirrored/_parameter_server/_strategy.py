@@ -26,6 +26,9 @@ from mirrored._parameter_server._server_strategy import ServerStrategy, worker_p
 from mirrored._parameter_server._staleness import Staleness, parse_staleness
 from mirrored._placement import Placement
 
+# So often servers may be lost while something is read.
+_MOST_RECOVERIES = 20
+
 
 @final
 class ParameterServerStrategy(ServerStrategy):
@@ -148,9 +151,12 @@ class ParameterServerStrategy(ServerStrategy):
         """How many servers there are."""
         return self._deployment.server_count
 
-    def when_server_lost(self, recover: Callable[[], bool]) -> None:
+    def when_server_lost(
+        self, recover: Callable[[], bool], wait_until_redone: Callable[[], None]
+    ) -> None:
         """Sets who brings lost servers back; for the library's own modules."""
         self._home.recover = recover
+        self._home.wait_until_redone = wait_until_redone
 
     def close(self) -> None:
         """Ends all workers and servers."""
@@ -172,10 +178,13 @@ class CoordinatorHome(ServerHome):
         self.strategy = strategy
         self._deployment = deployment
         exchange = Exchange(deployment.links, None, deployment.staleness)
-        self._own = Participant(exchange, strategy.steps, strategy.placement.devices[0])
+        device = strategy.placement.devices[0]
+        self._own = Participant(exchange, strategy.steps, device, sent=self._changed)
         self._names: set[str] = set()
         # Called when a server is lost; says whether it is there again.
         self.recover: Callable[[], bool] | None = None
+        # Waits for what servers have forgotten and closures do again.
+        self.wait_until_redone: Callable[[], None] = _nothing
 
     @property
     def participant(self) -> Participant:
@@ -210,22 +219,32 @@ class CoordinatorHome(ServerHome):
         self.know_optimizer(optimizer, self._deployment.add_optimizer(optimizer.name, rule))
 
     def read(self, variable: Any) -> Any:
-        return self._again(lambda: super(CoordinatorHome, self).read(variable))
+        return self.again(lambda: super(CoordinatorHome, self).read(variable))
 
     def write(self, variable: Any, action: str, value: Any) -> None:
-        if _context.current().participant is None:
-            self._deployment.unsaved = True
-        super().write(variable, action, value)
+        # A write that failed half way is undone with all else, so it can be done again.
+        self.again(lambda: super(CoordinatorHome, self).write(variable, action, value))
 
-    def _again(self, action: Callable[[], Any]) -> Any:
-        """Reads; once more where servers were lost and came back."""
-        try:
+    def again(self, action: Callable[[], Any]) -> Any:
+        """Acts; once more where servers were lost and came back.
+
+        Whoever waited for closures must not see a time before them: what they did and
+        servers forgot is done again first.
+        """
+        if _context.current().participant is not None or self.recover is None:
             return action()
-        except ServerError:
-            is_worker = _context.current().participant is not None
-            if is_worker or self.recover is None or not self.recover():
-                raise
+        for _ in range(_MOST_RECOVERIES):
+            self.wait_until_redone()
+            try:
+                return action()
+            except ServerError:
+                if not self.recover():
+                    raise
         return action()
+
+    def _changed(self) -> None:
+        """The program itself changed something, which no closure would do again."""
+        self._deployment.unsaved = True
 
     def _unique(self, name: str) -> str:
         """Names are how checkpoints find variables."""
@@ -239,6 +258,10 @@ class CoordinatorHome(ServerHome):
     def _refuse_worker(self, what: str) -> None:
         if _context.current().participant is not None:
             raise self._not_here(what)
+
+
+def _nothing() -> None:
+    """Without a coordinator there is nothing to wait for."""
 
 
 def _counts(

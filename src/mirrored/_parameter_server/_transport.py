@@ -69,7 +69,8 @@ def answered(
     """Lets a service answer a question; whatever goes wrong is an answer, too."""
     try:
         with lock:
-            fields, found = service.handle(header.word, header.fields, arrays)
+            # A list of its own, which it may keep.
+            fields, found = service.handle(header.word, header.fields, list(arrays))
         return ANSWER, fields, found
     except MirroredError as error:
         return ERROR, describe_error(error), []

@@ -13,6 +13,10 @@ from typing import final
 
 from mirrored._parameter_server._staleness import Staleness
 
+# Each round is told to all servers by all who took part in it. A server has missed one if
+# all of those died before; so many in a row it does not miss.
+_ROUNDS_KEPT = 16
+
 
 @final
 class Turns:
@@ -40,7 +44,8 @@ class Turns:
         # "sync": the number of the step that gradients are gathered for, and whose came.
         self.round = 0
         self._offered: set[int] = set()
-        self.closed: tuple[int, list[int]] = (-1, [])
+        # The last of them: number, and whose gradients were taken.
+        self.closed: list[tuple[int, list[int]]] = []
         self.suspended = 0
         # Under "bounded": how many steps ahead of the slowest a worker was in a step.
         self.farthest_ahead = 0
@@ -103,7 +108,7 @@ class Turns:
         if waiting < needed:
             return None
         leases = sorted(self._offered)
-        self.closed = (self.round, leases)
+        self.closed = [*self.closed[1 - _ROUNDS_KEPT :], (self.round, leases)]
         self.round += 1
         self._offered.clear()
         return leases

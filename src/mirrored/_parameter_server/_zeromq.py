@@ -17,7 +17,6 @@ from typing import Any, final
 import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mirrored._errors import MirroredError
@@ -108,7 +107,10 @@ class ZeroMqConnection(Connection):
         if self._ended:
             raise ConnectionResetError
         frames = _frames(packed(number, operation, fields, arrays), arrays)
-        _send(self._socket, [self._token, *frames])
+        try:
+            _send(self._socket, [self._token, *frames])
+        except zmq.ZMQError as error:
+            raise ConnectionResetError(str(error)) from error
 
     def receive(self, timeout: float | None) -> None:
         ready = dict(self._poller.poll(None if timeout is None else int(timeout * 1000) + 1))
@@ -143,8 +145,8 @@ class _OnlyThese:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether whoever has this key may connect."""
-        return hmac.compare_digest(z85.encode(key), self._public)
+        """Whether whoever has this key, in Z85, may connect."""
+        return hmac.compare_digest(key, self._public)
 
 
 @final
