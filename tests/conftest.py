@@ -28,6 +28,17 @@ STRATEGIES = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that tests start find what an earlier one has compiled; this process does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = tmp_path_factory.mktemp("compiled")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
 @pytest.fixture(params=list(STRATEGIES))
 def strategy(request: pytest.FixtureRequest) -> mirrored.Strategy:
     """One strategy of every kind and several sizes."""

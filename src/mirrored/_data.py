@@ -96,7 +96,8 @@ class DistributedDataset:
 
     ``get_state`` and ``set_state`` save and restore the position. In several processes
     each reads every batch of the source and keeps the rows of its replicas, so all must
-    see the same batches; of ``distribute_datasets_from_function`` each reads its own,
+    see the same batches, and an error tells one that does not; of
+    ``distribute_datasets_from_function`` each reads its own,
     and all must yield as many.
 
     >>> import numpy as np

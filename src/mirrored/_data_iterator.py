@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, final
 
+from mirrored import _workers
+from mirrored._data_agreement import Agreement
 from mirrored._data_batches import BatchPlacer, spec_of
 from mirrored._data_elements import Start
 from mirrored._data_prefetch import Items, Turns, ahead
@@ -41,18 +43,24 @@ class Pipeline:
         self.prefetch = prefetch
         self.element_spec: Any = None
         self._turns = Turns()
+        workers = _workers.connected()
+        self._agreement: Agreement | None = None
+        if workers is not None and placement.spans_processes and source.is_common:
+            self._agreement = Agreement(workers, source.describe())
 
     def items(self, start: Start) -> Items:
         """Reads from ``start``, some batches ahead."""
-        batches = self.batches(start, BatchPlacer(self.placement))
+        batches = self.batches(start, BatchPlacer(self.placement), self._agreement)
         return ahead(batches, self.prefetch, self._turns)
 
     def batches(
-        self, start: Start, placer: BatchPlacer
+        self, start: Start, placer: BatchPlacer, agreement: Agreement | None = None
     ) -> Generator[tuple[Any, dict[str, Any]], None, None]:
         """Yields placed batches, each with what to save to go on after it."""
         number = start.batch
         for step, saved in self.source.read(start):
+            if agreement is not None:
+                agreement.look(start.epoch, start.batch, number, step)
             batch = self.source.place(placer, step, number)
             if self.element_spec is None:
                 self.element_spec = spec_of(batch)

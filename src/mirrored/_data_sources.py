@@ -25,6 +25,8 @@ class StepSource(abc.ABC):
 
     # The rows of a full global batch, once known.
     global_batch_size: int | None = None
+    # Whether every process reads the same, and keeps its own rows of it.
+    is_common = True
 
     @abc.abstractmethod
     def read(self, start: Start) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -181,6 +183,8 @@ class BatchSource(StepSource):
 @final
 class PieceSource(StepSource):
     """Anything that yields batches for one replica each."""
+
+    is_common = False
 
     def __init__(self, source: Any, replicas: int, processes: int) -> None:
         self._elements = Elements(source)

@@ -19,14 +19,14 @@ def uninterrupted(directory, workers):
     """Runs the program to its end and returns what it leaves."""
     directory.mkdir(parents=True)
     with Run([PROGRAM, directory, EPOCHS, 0], workers) as run:
-        run.finish(90).require_success()
+        run.finish(180).require_success()
     return outcome(directory, workers)
 
 
 def interrupted(directory, workers, faults, pause=0.02):
     """Runs the program with faults and returns (what it leaves, the run)."""
     directory.mkdir(parents=True)
-    finished = run_with_faults([PROGRAM, directory, EPOCHS, pause], workers, faults)
+    finished = run_with_faults([PROGRAM, directory, EPOCHS, pause], workers, faults, timeout=300)
     finished.require_success()
     return outcome(directory, workers), finished
 

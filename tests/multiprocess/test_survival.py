@@ -8,22 +8,20 @@ import survival
 from mirrored.testing import Fault
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    return survival.uninterrupted(tmp_path_factory.mktemp("whole") / "run", 2)
-
-
 @pytest.mark.conformance(49)
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [Fault(16, 1, signal.SIGKILL), Fault(30, 0, signal.SIGTERM)],
-        [Fault(25, 0, signal.SIGKILL)],
-        [Fault(12, 1, signal.SIGSTOP)],
-    ],
-    ids=["killed and preempted", "worker 0 killed", "stopped"],
-)
-def test_bit_for_bit(tmp_path, expected, faults):
+def test_bit_for_bit(tmp_path):
+    """One run, interrupted in every way; each attempt goes on from the one before."""
+    expected = survival.uninterrupted(tmp_path / "whole", 2)
+    faults = [
+        Fault(10, 1, signal.SIGKILL),
+        Fault(20, 0, signal.SIGTERM),
+        Fault(30, 1, signal.SIGSTOP),
+        Fault(40, 0, signal.SIGKILL),
+    ]
     found, finished = survival.interrupted(tmp_path / "run", 2, faults)
     assert found == expected
-    assert "starting all workers again" in finished.stderr
+    said = finished.stderr
+    assert said.count("starting all workers again") == 4
+    assert said.count("was killed by SIGKILL") >= 2
+    assert "the run was preempted and saved after step" in said
+    assert "was stopped (SIGSTOP)" in said

@@ -1,75 +1,115 @@
-"""Two real processes give what one gives: reductions, variables, training, uneven batches."""
+"""Real processes give what one gives: reductions, variables, training, uneven batches, input."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
+from conftest import make_strategy
+from programs import laws
 
 from mirrored.testing import Run
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "laws.py"
 
-
-def found(workers, cpu_devices):
-    with Run([PROGRAM], workers, cpu_devices=cpu_devices) as run:
+def found(workers, cpu_devices, *arguments):
+    with Run([laws.__file__, *arguments], workers, cpu_devices=cpu_devices) as run:
         output = run.finish(90).require_success().stdout
     lines = sorted(line for line in output.splitlines() if "FOUND" in line)
     return [json.loads(line.partition("FOUND ")[2]) for line in lines]
 
 
 @pytest.fixture(scope="module")
-def two_workers():
-    return found(2, 1)
+def three_workers():
+    return found(3, 1)
 
 
 @pytest.fixture(scope="module")
 def two_by_two():
-    return found(2, 2)
+    return found(2, 2, "initialize")
 
 
 @pytest.mark.conformance(48)
-def test_host_values_and_initial_values(two_workers):
+def test_host_values_and_initial_values(three_workers, two_by_two):
     drawn = np.random.default_rng(0).normal(size=(4, 3)).astype("f4").tolist()
-    for worker in two_workers:
-        assert worker["sum"] == 2.0
-        assert worker["mean"] == 0.5
-        assert worker["initial"] == drawn
-        # Worker 0's -0.0, to the bit; it is too large to travel with the message.
-        assert worker["large"] == [True, 0.0]
-        assert worker["count"] == 1.0
-        assert worker["assigned"] == np.ones((4, 3)).tolist()
+    for workers, mean in ((three_workers, 1.0), (two_by_two, 0.5)):
+        for worker in workers:
+            assert worker["sum"] == len(workers)
+            assert worker["mean"] == mean
+            assert worker["initial"] == drawn
+            # Worker 0's -0.0, to the bit; it is too large to travel with the message.
+            assert worker["large"] == [True, 0.0]
+            assert worker["count"] == 1.0
+            assert worker["assigned"] == np.ones((4, 3)).tolist()
 
 
 @pytest.mark.conformance(40)
-def test_each_worker_gets_its_rows(two_workers):
-    assert [worker["rows"] for worker in two_workers] == [
-        [[[0, 1, 2, 3]], [[8, 9, 10]]],
-        [[[4, 5, 6, 7]], [[11, 12, 13]]],
+def test_each_worker_gets_its_rows(three_workers, two_by_two):
+    for kind in ("rows", "batches"):
+        assert [worker[kind] for worker in two_by_two] == [
+            [[[0, 1], [2, 3]], [[8, 9], [10, 11]]],
+            [[[4, 5], [6, 7]], [[12, 13], []]],
+        ]
+        assert [worker[kind] for worker in three_workers] == [
+            [[[0, 1, 2]], [[8, 9]]],
+            [[[3, 4, 5]], [[10, 11]]],
+            [[[6, 7]], [[12, 13]]],
+        ]
+    assert [worker["pieces"] for worker in two_by_two] == [
+        [[[0, 0], [1]], [[2, 2], []]],
+        [[[10, 10], [11]], [[12, 12], []]],
+    ]
+    assert [worker["pieces"] for worker in three_workers] == [
+        [[[first, first]], [[first + 1]], [[first + 2, first + 2]]] for first in (0, 10, 20)
     ]
 
 
-def test_training_is_that_of_one_process(two_workers, two_by_two):
-    one = found(1, 2)[0]
-    for worker in two_workers:
-        for name in ("losses", "means", "final"):
-            np.testing.assert_allclose(worker[name], one[name], rtol=2e-6)
-        for name in ("steps", "ids", "random", "gathered", "uneven"):
-            assert worker[name] == one[name], name
-    four = found(1, 4)[0]
-    for worker in two_by_two:
-        for name in ("losses", "means", "final"):
-            np.testing.assert_allclose(worker[name], four[name], rtol=2e-6)
-        for name in ("steps", "ids", "random", "gathered", "uneven"):
-            assert worker[name] == four[name], name
+def test_who_reads_what_is_said(three_workers, two_by_two):
+    for workers, rows in (
+        (three_workers, [["0 to 2"], ["3 to 5"], ["6 to 7"]]),
+        (two_by_two, [["0 to 1", "2 to 3"], ["4 to 5", "6 to 7"]]),
+    ):
+        for own, worker in enumerate(workers):
+            lines = [line for line in worker["explained"][1:]]
+            expected = []
+            for number, parts in enumerate(rows):
+                who = f"process {number}" + (" (this one)" if number == own else "")
+                expected.append(f"{who} reads every batch and keeps")
+                expected += [f"rows {part} of 8" for part in parts]
+            assert [line.rpartition(": ")[2] for line in lines] == expected
+            said = worker["explained pieces"][1:]
+            heads = [line for line in said if line.startswith("process")]
+            assert heads == [
+                line.replace("every batch and keeps", "its own pipeline, batch by batch for")
+                for line in expected
+                if line.startswith("process")
+            ]
+            assert len(said) - len(heads) == sum(map(len, rows))
 
 
-def test_workers_do_not_differ(two_workers, two_by_two):
-    for pair in (two_workers, two_by_two):
-        first, second = ({**worker, "local": 0, "rows": 0} for worker in pair)
-        assert first == second
+def test_workers_that_read_different_data_are_told(three_workers, two_by_two):
+    for workers in (three_workers, two_by_two):
+        assert ["worker 1 than on worker 0" in worker["refused"] for worker in workers] == [
+            number == 1 for number in range(len(workers))
+        ]
+
+
+def test_training_is_that_of_one_process(three_workers, two_by_two):
+    for workers, replicas in ((three_workers, 3), (two_by_two, 4)):
+        one = laws.find(make_strategy(replicas))
+        for worker in workers:
+            for name in ("losses", "means", "final"):
+                np.testing.assert_allclose(worker[name], one[name], rtol=2e-6)
+            for name in ("steps", "ids", "random", "gathered", "uneven"):
+                assert worker[name] == one[name], name
+
+
+def test_workers_do_not_differ(three_workers, two_by_two):
+    own = ("refused", "local", "rows", "batches", "pieces", "explained", "explained pieces")
+    for workers in (three_workers, two_by_two):
+        first, *others = ({**worker, **dict.fromkeys(own)} for worker in workers)
+        for other in others:
+            assert other == first
     assert [worker["local"] for worker in two_by_two] == [[0, 1], [2, 3]]
 
 
-def test_one_collective_a_step(two_workers):
-    assert two_workers[0]["collectives"] == 1
+def test_one_collective_a_step(three_workers):
+    assert three_workers[0]["collectives"] == 1

@@ -270,7 +270,8 @@ class _Launcher:
                 first = culprits[0]
                 break
             time.sleep(_POLL_SECONDS)
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        # Of one that was killed they have nothing to tell; all can be started again at once.
+        deadline = time.monotonic() + (_LAST_WORDS_SECONDS if (first.code or 0) > 0 else 0.0)
         while time.monotonic() < deadline and any(w.code is None for w in self._workers):
             time.sleep(_POLL_SECONDS)
         running = [worker for worker in self._workers if worker.code is None]

@@ -90,6 +90,12 @@ class Run:
       cpu_devices: virtual CPU devices for each; one, if left out.
       max_restarts: how often the launcher starts all workers again.
       environment: variables to set beside those of this process.
+
+    >>> from mirrored.testing import Run
+    >>> with Run(["-m", "platform"], workers=2) as run:
+    ...     finished = run.finish().require_success()
+    >>> sorted(line[:10] for line in finished.stdout.splitlines())
+    ['[worker 0]', '[worker 1]']
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import mirrored
 import mirrored.checkpoint
 
 how, who = sys.argv[1], int(sys.argv[2])
-strategy = mirrored.MultiWorkerMirroredStrategy(timeout=8)
+strategy = mirrored.MultiWorkerMirroredStrategy(timeout=2 if how == "set-up" else 8)
 with strategy.scope():
     steps = mirrored.Variable(0.0, aggregation="sum", name="steps")
     own = mirrored.Variable(0.0, synchronization="on_read", aggregation="sum", name="own")
@@ -50,15 +50,15 @@ while checkpoint.step < 60:
         checkpoint.save()
     elif checkpoint.step == 20 and how == "alone":
         time.sleep(30)
-    if how == "one" and checkpoint.step == 20 and jax.process_index() == who:
+    if how == "preempt" and checkpoint.step == 18 and jax.process_index() == who:
         only = mirrored.checkpoint.Checkpoint(sys.argv[3] + "/only", {"steps": steps})
-        only.save(20)
+        only.save(18)
         only.wait()
     train_step().block_until_ready()
     checkpoint.completed()
     if how == "preempt":
         time.sleep(0.02)
-if how == "one" and jax.process_index() == who:
+if how == "late" and jax.process_index() == who:
     # Too late to stop anybody: the run ends as it would have.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
