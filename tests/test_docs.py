@@ -66,6 +66,7 @@ def test_every_public_callable_has_an_example():
         "ServerStatus",
         "Staleness",
         "Strategy",
+        "TableRows",
         "ValueContext",
         "VariableAggregation",
         "VariableSynchronization",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from mirrored._doctor import DEFAULT_SECONDS, examine
 from mirrored._errors import MirroredError
+from mirrored._parameter_server import read_status
 from mirrored.launch import Settings, launch
 from mirrored.launch._launcher import local_gpu_count
 
@@ -27,6 +29,14 @@ def _doctor(given: argparse.Namespace) -> int:
     examination = examine(given.timeout, given.cpu_devices)
     print(examination)
     return 1 if examination.wrong else 0
+
+
+def _status(given: argparse.Namespace) -> int:
+    while True:
+        print(read_status(given.address), flush=True)
+        if given.every is None:
+            return 0
+        time.sleep(given.every)
 
 
 def _launch(given: argparse.Namespace) -> int:
@@ -57,7 +67,23 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_launch(commands)
     _add_doctor(commands)
+    _add_status(commands)
     return parser
+
+
+def _add_status(commands: Any) -> None:
+    status = commands.add_parser(
+        "status",
+        allow_abbrev=False,
+        help="show who serves and who runs what in a program on parameter servers",
+        description="Shows the servers, workers, queues, staleness and updates a second of a "
+        "program that called ClusterCoordinator.serve_status(), at the address it returned.",
+    )
+    status.set_defaults(command=_status)
+    status.add_argument("address", metavar="HOST:PORT", help="what serve_status() returned")
+    status.add_argument(
+        "--every", type=float, metavar="SECONDS", help="show it again and again, until Ctrl-C"
+    )
 
 
 def _add_doctor(commands: Any) -> None:

@@ -222,7 +222,9 @@ def grad(
 
 def flatten_variables(variables: Any) -> tuple[list[Any], Any]:
     """Flattens a nest of Variables, refusing everything that has no gradient."""
-    leaves, structure = jax.tree.flatten(variables, is_leaf=is_object_leaf)
+    leaves, structure = jax.tree.flatten(
+        variables, is_leaf=lambda leaf: is_object_leaf(leaf) or isinstance(leaf, Remote)
+    )
     for leaf in leaves:
         if not isinstance(leaf, (Variable, Remote)):
             raise ArgumentError(

@@ -119,6 +119,11 @@ class Optimizer:
         return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self._tx.init, values))]
 
     @property
+    def home(self) -> Any:
+        """Where its state is, if that is on parameter servers; for the library's modules."""
+        return self._home
+
+    @property
     def strategy(self) -> Any:
         """The strategy in whose scope it was made, or None."""
         return self._strategy

@@ -4,7 +4,7 @@ Owns everything that is asynchronous; nothing in it takes part in a lockstep pro
 """
 
 from mirrored._parameter_server._coordinator import ClusterCoordinator
-from mirrored._parameter_server._embedding import EmbeddingTable
+from mirrored._parameter_server._embedding import EmbeddingTable, TableRows
 from mirrored._parameter_server._partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -19,6 +19,7 @@ from mirrored._parameter_server._per_worker import (
 from mirrored._parameter_server._remote_value import RemoteValue
 from mirrored._parameter_server._staleness import Staleness, bounded
 from mirrored._parameter_server._status import ClusterStatus, ServerStatus, WorkerStatus
+from mirrored._parameter_server._status_door import read_status
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "RemoteValue",
     "ServerStatus",
     "Staleness",
+    "TableRows",
     "WorkerStatus",
     "bounded",
     "current_worker_index",
+    "read_status",
 ]

@@ -27,6 +27,7 @@ from mirrored._parameter_server._per_worker import (
 from mirrored._parameter_server._recovery import Checkpoints, read_manifest
 from mirrored._parameter_server._remote_value import RemoteValue
 from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
+from mirrored._parameter_server._status_door import StatusDoor
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
 
@@ -209,6 +210,16 @@ class ClusterCoordinator:
             servers=self._deployment.status(),
         )
 
+    def serve_status(self, port: int = 0) -> str:
+        """Lets ``mirrored status ADDRESS`` on this machine see the status; returns the address.
+
+        Args:
+          port: where to listen, on loopback; a free one is chosen if it is 0.
+        """
+        door = StatusDoor(self.status, port)
+        self._deployment.when_closed(door.close)
+        return door.address
+
     # --- checkpoints -------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> str:
@@ -232,22 +243,49 @@ class ClusterCoordinator:
         """
         checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
         with self._standstill:
-            if self._queue.is_busy:
-                raise CheckpointError(
-                    fact="restore was called while closures wait or run.",
-                    expected="a coordinator that has nothing to do.",
-                    hint="join first.",
-                )
             latest = checkpoints.latest()
-            if latest is None:
-                return False
-            path, manifest = latest
-            self._queue.next_number = max(self._queue.next_number, manifest["next_closure"])
-            self._deployment.new_epoch()
-            self._deployment.restore(path, manifest)
-            if self._restores:
-                self._deployment.unsaved = True
-        return True
+            if latest is not None:
+                self._restore(*latest)
+            return latest is not None
+
+    def get_state(self) -> dict[str, str]:
+        """Saves what is on the servers; returns where, for ``mirrored.checkpoint``.
+
+        So ``Checkpoint(directory, {"servers": coordinator, "epoch": 0})`` saves and restores
+        variables, tables and optimizers on servers together with all else of a program. The
+        strategy's ``checkpoint_directory`` has the newest four.
+        """
+        if self._strategy.checkpoint_directory is None:
+            raise CheckpointError(
+                fact="the servers are to be saved, and the strategy has no checkpoint_directory.",
+                expected="a folder that all servers see, now and when the program starts again.",
+                hint="write ParameterServerStrategy(..., checkpoint_directory=...).",
+            )
+        with self._standstill:
+            path = self._save(Checkpoints(self._state_directory(), keep=4))
+        return {"checkpoint": os.path.basename(path)}
+
+    def set_state(self, state: Mapping[str, str]) -> None:
+        """Brings the servers to what ``get_state`` saved."""
+        path = os.path.join(self._state_directory(), state["checkpoint"])
+        with self._standstill:
+            self._restore(path, read_manifest(path))
+
+    def _state_directory(self) -> str:
+        return os.path.join(self._strategy.checkpoint_directory or "", "of_programs")
+
+    def _restore(self, path: str, manifest: Any) -> None:
+        if self._queue.is_busy:
+            raise CheckpointError(
+                fact="restore was called while closures wait or run.",
+                expected="a coordinator that has nothing to do.",
+                hint="join first.",
+            )
+        self._queue.next_number = max(self._queue.next_number, manifest["next_closure"])
+        self._deployment.new_epoch()
+        self._deployment.restore(path, manifest)
+        if self._restores:
+            self._deployment.unsaved = True
 
     def _save_between_closures(self) -> None:
         with self._standstill:

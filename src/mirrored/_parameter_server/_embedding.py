@@ -19,8 +19,10 @@ from mirrored import _context
 from mirrored._errors import ArgumentError, ContextError
 from mirrored._home import Home, Remote
 from mirrored._parameter_server._catalog import VariableSpec
+from mirrored._parameter_server._ids import used_rows
 from mirrored._parameter_server._participant import Participant
-from mirrored._values import NestLeaf
+from mirrored._sparse import IndexedSlices
+from mirrored._values import NestLeaf, PerReplica
 
 # Rows whose initial values are drawn together, wherever the cuts between servers are.
 _BLOCK_ROWS = 8192
@@ -121,12 +123,7 @@ class EmbeddingTable(NestLeaf, Remote):
         In a step the ids must be computed from the step's arguments.
         """
         ids = ids if isinstance(ids, jax.Array) else jnp.asarray(ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ArgumentError(
-                fact=f"table {self.name!r} was given ids of dtype {ids.dtype}.",
-                expected="integers.",
-                hint="convert them with .astype(int).",
-            )
+        _require_integers(self.name, ids.dtype)
         differentiated = _context.current().differentiated
         rows = differentiated.get(self) if differentiated else None
         home, spec = self._home, self._home.spec_of(self)
@@ -143,6 +140,56 @@ class EmbeddingTable(NestLeaf, Remote):
             ids = np.arange(start, min(start + _BLOCK_ROWS, self.shape[0]))
             rows[ids] = self._home.participant.take(spec, ids)
         return rows
+
+    def pull(self, ids: Any) -> TableRows:
+        """Brings the rows with these ids here, for a step of another strategy.
+
+        This is how a table on servers goes with a dense part that is trained in lockstep:
+        the rows are an argument of the step, gradients are taken of them as of a Variable,
+        and the table's own optimizer sends them back. Each step sees all updates before it.
+
+        Args:
+          ids: integers: an array, or a PerReplica of one, as distributed datasets yield.
+
+        >>> import jax
+        >>> import optax
+        >>> import mirrored
+        >>> servers = mirrored.ParameterServerStrategy(worker_count=1, server_count=2)
+        >>> with servers.scope():
+        ...     table = mirrored.EmbeddingTable(100, 4, jax.nn.initializers.ones)
+        ...     table_optimizer = mirrored.Optimizer(optax.sgd(1.0))
+        >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def step(rows):
+        ...     def loss_fn():
+        ...         return mirrored.mean(rows.lookup().sum(axis=1))
+        ...
+        ...     return mirrored.value_and_grad(loss_fn, rows)
+        >>> (ids,) = strategy.distribute_dataset([7, 8, 7], batch_size=4)
+        >>> rows = table.pull(ids)
+        >>> loss, gradient = strategy.run(step, args=(rows,))
+        >>> table_optimizer.apply_gradients([(rows.gradient(gradient), table)])
+        >>> float(loss), table.numpy()[[7, 8], 0].round(3).tolist()
+        (4.0, [0.333, 0.667])
+        """
+        spec = self._home.spec_of(self)
+        stacked = None
+        if isinstance(ids, PerReplica):
+            if ids.stacked is None:
+                raise ArgumentError(
+                    fact=f"pull of table {self.name!r} was given {ids!r}, which is not placed.",
+                    expected="an array, or a batch of a distributed dataset.",
+                    hint="use strategy.distribute_dataset.",
+                )
+            stacked = ids.stacked
+        host = np.asarray(ids if stacked is None else stacked)
+        _require_integers(self.name, host.dtype)
+        used = used_rows(spec, [host])
+        (values,) = self._home.participant.fetch_rows([used])
+        places: Any = used.places[0]
+        if stacked is not None:
+            placed = jax.device_put(places, stacked.sharding)
+            places = PerReplica.from_stacked(placed, ids.row_counts, is_batch=ids.is_batch)
+        return TableRows(values, places, used.rows, self.shape, self.name)
 
     def assign(self, values: Any, ids: Any = None) -> None:
         """Sets rows; the optimizer's state of them stays as it is.
@@ -177,6 +224,78 @@ class EmbeddingTable(NestLeaf, Remote):
 
     def __repr__(self) -> str:
         return f"<EmbeddingTable {self.name!r} shape={self.shape} dtype={self.dtype}>"
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class TableRows(Remote):
+    """Rows of a table that a step uses, made by ``EmbeddingTable.pull``.
+
+    Give it to the step as an argument; there ``lookup()`` returns the rows of the ids, and
+    ``value_and_grad`` takes it like a Variable.
+    """
+
+    def __init__(
+        self,
+        values: Any,
+        places: Any,
+        numbers: np.ndarray | None,
+        shape: tuple[int, int],
+        name: str,
+    ) -> None:
+        # The different rows, padded to one of a few sizes so that nothing compiles anew.
+        self.values = values
+        # Where each id's row is among them.
+        self.places = places
+        # Not known inside steps, which should not compile anew for other numbers.
+        self._numbers = numbers
+        self.shape = shape
+        self.name = name
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the elements."""
+        return self.values.dtype
+
+    def read(self, *, lend: bool = True) -> Any:
+        """The different rows."""
+        return self.values
+
+    def lookup(self) -> Any:
+        """The rows of the ids, in the shape of the ids and one axis more."""
+        differentiated = _context.current().differentiated or {}
+        return jnp.take(differentiated.get(self, self.values), self.places, axis=0, mode="clip")
+
+    def gradient(self, of_rows: Any) -> IndexedSlices:
+        """The table's gradient, given what ``value_and_grad`` returned: for ``apply_gradients``."""
+        found = np.asarray(of_rows)
+        if self._numbers is None or found.shape != self.values.shape:
+            raise ArgumentError(
+                fact=f"the gradient of rows of table {self.name!r} has shape {found.shape}, the "
+                f"rows {np.shape(self.values)}.",
+                expected="what value_and_grad returned for them, outside the step.",
+                hint="return it from the step, and call gradient of what pull returned.",
+            )
+        return IndexedSlices(found[: len(self._numbers)], self._numbers, self.shape)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[int, int], str]]:
+        """Splits into arrays and structure, for JAX."""
+        return (self.values, self.places), (self.shape, self.name)
+
+    @classmethod
+    def tree_unflatten(cls, form: tuple[tuple[int, int], str], children: Any) -> TableRows:
+        """Rebuilds from what tree_flatten gave."""
+        values, places = children
+        return cls(values, places, None, form[0], form[1])
+
+
+def _require_integers(name: str, dtype: Any) -> None:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ArgumentError(
+            fact=f"table {name!r} was given ids of dtype {dtype}.",
+            expected="integers.",
+            hint="convert them with .astype(int).",
+        )
 
 
 def initial_rows(

@@ -111,6 +111,13 @@ class State:
             )
 
     def _take_optimizer(self, snapshot: Snapshot, name: str, optimizer: Optimizer) -> None:
+        if optimizer.home is not None:
+            raise CheckpointError(
+                fact=f"{name!r} is optimizer {optimizer.name!r}, whose state is on parameter "
+                "servers.",
+                expected="the coordinator in its place: it saves all that servers have.",
+                hint='write {"servers": coordinator}.',
+            )
         waiting = self._waiting.get(name)
         if optimizer.state is None and waiting is not None:
             waiting.add_to(snapshot)
@@ -199,7 +206,9 @@ def _is_spread_over_workers(leaf: Any) -> bool:
 
 
 def _take_variable(snapshot: Snapshot, name: str, variable: Variable) -> None:
-    if not variable.on_read:
+    if variable.home is not None:
+        snapshot.add_array(name, variable.read(lend=False), "variable")
+    elif not variable.on_read:
         snapshot.add_array(name, variable.storage, "variable")
     elif variable.aggregation is VariableAggregation.NONE:
         snapshot.add_array(name, variable.storage, "components")
@@ -208,6 +217,9 @@ def _take_variable(snapshot: Snapshot, name: str, variable: Variable) -> None:
 
 
 def _put_variable(source: Content, name: str, variable: Variable) -> None:
+    if variable.home is not None:
+        variable.assign(source.array(name, variable.shape))
+        return
     if not variable.on_read:
         _put_stored(variable, source.array(name, variable.shape))
         return

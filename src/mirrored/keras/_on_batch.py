@@ -13,11 +13,12 @@ import numpy as np
 from mirrored._errors import ArgumentError
 from mirrored.keras import _private, _scope
 from mirrored.keras._chunk import place_batches, place_whole
-from mirrored.keras._fit import prepare
+from mirrored.keras._fit import is_served, prepare
 from mirrored.keras._flight import Flight
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
 from mirrored.keras._program import Program, program_for
+from mirrored.keras._served_pass import one_served
 
 
 def train_on_batch(
@@ -78,6 +79,8 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:
+    if is_served(strategy):
+        return one_served(model, strategy, kind, data)
     placement = strategy.placement
     program: Program = program_for(model, kind, placement)
     leaves = jax.tree.leaves(data, is_leaf=_private.is_sparse)

@@ -374,3 +374,16 @@ def output_spec(model: Any, x: Any) -> Any:
         lambda leaf: keras.KerasTensor(np.shape(leaf), dtype=str(np.asarray(leaf).dtype)), x
     )
     return keras_backend.compute_output_spec(model, inputs)
+
+
+def metric_with(model: Any, variable: Any) -> str:
+    """Returns the name of the metric a variable belongs to."""
+    found = ""
+    pending = list(model.metrics)
+    while pending:
+        metric = pending.pop()
+        if any(each is variable for each in metric.variables):
+            # The metrics inside it, if it holds some, say it better.
+            found = metric.name
+            pending = list(getattr(metric, "metrics", []))
+    return found

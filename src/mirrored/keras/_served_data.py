@@ -1,4 +1,7 @@
-"""Data that workers make for themselves: a function given to ``fit`` as ``x``.
+"""Data that does not come from Keras's adapters.
+
+That is what workers make for themselves (a function given to ``fit`` as ``x``), and single
+batches.
 
 Owns each worker's iterator, which begins again when it ends, and what stands for the data
 here, where only its first batch is looked at.
@@ -69,6 +72,20 @@ class WorkerData:
     def closure(self, worker: Any, kind: str) -> Any:
         """A closure that takes its batches from the worker's iterator."""
         return functools.partial(_from_iterator, worker, kind)
+
+
+@final
+class OneBatch:
+    """A batch that is given as it is."""
+
+    num_batches = 1
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def numbers(self) -> Iterator[tuple[Any, int, int]]:
+        """The batch."""
+        yield self._batch, 0, 0
 
 
 def _from_iterator(worker: Any, kind: str, *arguments: Any) -> Any:

@@ -22,9 +22,9 @@ from mirrored.keras import _private, _scope
 from mirrored.keras._callbacks import BatchCalls, batch_calls
 from mirrored.keras._interrupts import Interrupts
 from mirrored.keras._ownership import require_whole
-from mirrored.keras._served_data import WorkerData
+from mirrored.keras._served_data import OneBatch, WorkerData
 from mirrored.keras._served_model import served
-from mirrored.keras._source import batches_of, read_rows
+from mirrored.keras._source import Source, batches_of, read_rows
 
 _STOP_FLAGS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 _MOST_BATCHES = 16
@@ -140,11 +140,8 @@ class ServedPass:
         """Batches that go to a worker together; of equal kinds of batches only the last differs."""
         size = self._group_size()
         group: list[Any] = []
-        numbered = (
-            self._source.numbers()
-            if isinstance(self._source, WorkerData)
-            else batches_of(self._source)
-        )
+        source = self._source
+        numbered = batches_of(source) if isinstance(source, Source) else source.numbers()
         for batch, begin, end in numbered:
             if not isinstance(self._source, WorkerData):
                 batch = jax.tree.map(np.asarray, read_rows(batch))
@@ -266,7 +263,7 @@ class ServedPass:
         for variable, zero, first, second in zip(variables, zeros, once, twice, strict=True):
             if not np.allclose(second - first, first - zero, rtol=1e-4, equal_nan=True):
                 raise ArgumentError(
-                    fact=f"the state of metric {_metric_of(self._model, variable)!r} "
+                    fact=f"the state of metric {_private.metric_with(self._model, variable)!r} "
                     f"({variable.name}) does not add up over batches, and on parameter servers "
                     "each worker sees some of them.",
                     expected="metrics that count and sum, as those of Keras do.",
@@ -274,11 +271,11 @@ class ServedPass:
                 )
 
 
-def _metric_of(model: Any, variable: Any) -> str:
-    for metric in model.metrics:
-        if any(each is variable for each in metric.variables):
-            return metric.name
-    return "?"
+def one_served(model: Any, strategy: Any, kind: str, data: Any) -> Any:
+    """Takes one step, outside any epoch; returns its logs or predictions."""
+    callbacks = keras.callbacks.CallbackList([], model=model)
+    setattr(model, _STOP_FLAGS[kind], False)
+    return ServedPass(model, kind, strategy, OneBatch(data), callbacks, Interrupts()).run()
 
 
 def _joined(outputs: list[Any]) -> Any:
