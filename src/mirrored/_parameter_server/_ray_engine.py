@@ -9,6 +9,7 @@ takes over is a new one, under a new lease, and the old one is ended for certain
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -68,7 +69,8 @@ class RayEngine(Engine):
       server_options: the same of servers.
       platform: where workers compute, as in JAX_PLATFORMS; the CPU, unless
         ``worker_options`` asks for accelerators, which are then found by JAX.
-      worker_threads: how many threads XLA has on a worker's CPU.
+      worker_threads: how many threads XLA has on a worker's CPU; without ``address`` a quarter
+        of this machine's cores, if left out, since its processes share them.
       server_threads: the same of servers.
       ray_options: further arguments of ``ray.init``.
     """
@@ -96,8 +98,11 @@ class RayEngine(Engine):
         self._server_options = {**usual, **(server_options or {})}
         accelerated = any(self._worker_options.get(key) for key in ("num_gpus", "resources"))
         self._platform = platform or (None if accelerated else "cpu")
-        self._worker_threads = worker_threads
-        self._server_threads = server_threads
+        # Processes that share a machine are in each other's way with as many threads as it has
+        # cores each: on two cores two threads took three times the processor time of one.
+        shared = max(1, (os.cpu_count() or 1) // 4) if address is None else None
+        self._worker_threads = worker_threads or shared
+        self._server_threads = server_threads or shared
         self._patience = _START_SECONDS
         self._servers: dict[int, _Actor] = {}
         self._workers: dict[int, _Actor] = {}
