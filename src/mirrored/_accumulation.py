@@ -95,7 +95,10 @@ def _accumulate(function: Callable[..., Any], parameters: Any, batch: Any, steps
 
         def weighted_loss(values: Any) -> Any:
             denominators: list[Any] = []
-            with _context.entered(replica=inner, denominators=denominators, reduces_gradients=True):
+            with (
+                _context.entered(replica=inner, denominators=denominators, reduces_gradients=True),
+                jax.named_scope("mirrored.forward"),
+            ):
                 loss = function(values, *microbatch)
             _check_denominators(len(denominators), padded, rows, steps)
             weight = denominators[0] if denominators else jnp.ones((), jnp.float32)

@@ -125,12 +125,17 @@ def _differentiate(
         microbatch = jax.tree.map(
             lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), parts
         )
+
+        def forward(values: Any) -> Any:
+            with jax.named_scope("mirrored.forward"):
+                return function(values, *microbatch)
+
         number = communicator.replica_id * here + index
         inner = _MicroShardCommunicator(number, communicator)
         with _context.entered(
             replica=_replica.ReplicaContext(replica.strategy, inner), reduces_gradients=True
         ):
-            return jax.value_and_grad(lambda values: function(values, *microbatch))(parameters)
+            return jax.value_and_grad(forward)(parameters)
 
     shapes = jax.eval_shape(one, jnp.zeros((), jnp.int32))
     results = jax.tree.map(

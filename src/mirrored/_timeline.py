@@ -11,6 +11,7 @@ import dataclasses
 import pathlib
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
@@ -61,7 +62,11 @@ def record(run: Callable[[], Any]) -> Timeline | None:
         finally:
             jax.profiler.stop_trace()
         (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        return _read(jax.profiler.ProfileData.from_file(str(path)), wall)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of jaxlib's types when they are first used. Where warnings are
+            # errors, that one would end the process: it is raised inside C++.
+            warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute")
+            return _read(jax.profiler.ProfileData.from_file(str(path)), wall)
 
 
 def _read(profile: Any, wall: float) -> Timeline | None:

@@ -162,8 +162,8 @@ class Program:
         def one_step(state: Any, leaves: Sequence[Any], position: Any) -> tuple[Any, Any]:
             if chunk.stacked:
                 leaves = [
-                    _take(placement, leaf, size, position)
-                    for leaf, size in zip(leaves, rows, strict=True)
+                    _take(placement, leaf, count, position)
+                    for leaf, count in zip(leaves, rows, strict=True)
                 ]
             outputs, new_state = step(state, structure.unflatten(leaves))
             flat, output_structure = jax.tree.flatten(outputs)

@@ -69,7 +69,9 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Reduces the gradients where they vary and updates the model."""
-        return super().update(model, self._reduced(grads), **kwargs)
+        reduced = self._reduced(grads)
+        with jax.named_scope("mirrored.update"):
+            return super().update(model, reduced, **kwargs)
 
     def _reduced(self, gradients: Any) -> Any:
         context = _context.current()
