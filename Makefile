@@ -33,7 +33,7 @@ check: setup
 	@sh scripts/check.sh
 
 test: check
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+	@$(VENV_PYTHON) scripts/run_tests.py $(ARGS)
 
 chaos: setup
 	@$(VENV_PYTHON) tests/multiprocess/chaos.py $(ARGS)

@@ -102,6 +102,13 @@ def test_files_that_are_named_exist(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_links_of_the_readme_lead_somewhere():
+    """The site's own links are checked by building it; the README is no part of it."""
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
+    assert len(targets) > 20
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
 def test_the_site_builds_and_fetches_nothing(tmp_path):
     """Strict: a dead link, a page without a place, a name that is gone are errors."""
     subprocess.run(
@@ -118,3 +125,5 @@ def test_the_site_builds_and_fetches_nothing(tmp_path):
         fetched = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]*)", text)
         fetched += re.findall(r"<link[^>]* href=\"?(https?:[^\" >]*)", text)
         assert fetched == [], page
+        # An example is code, not a quotation.
+        assert "<blockquote>" not in text, page
