@@ -63,6 +63,8 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
     """A bar or, on a log scale, a point for each contender; a line spans half of its rounds."""
 
     def drawn(result: Result, pyplot: Any) -> Any:
+        from matplotlib import ticker
+
         cases = result["cases"]
         rows = max(len(case["contenders"]) for case in cases)
         figure, axes = pyplot.subplots(
@@ -92,6 +94,9 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
             axis.set_title(case["name"], fontsize=11)
             if log:
                 axis.set_xscale("log")
+                axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+                axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+                axis.xaxis.set_minor_locator(ticker.NullLocator())
                 axis.grid(axis="x", alpha=0.25)
                 axis.set_ylim(-0.6, len(names) - 0.4)
             low, high = axis.get_xlim()

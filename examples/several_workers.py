@@ -1,7 +1,7 @@
 """One program, from one process to many: saved, preempted and resumed.
 
 python examples/several_workers.py
-mirrored launch -n 2 --max-restarts 3 examples/several_workers.py /tmp/checkpoints
+mirrored launch -n 2 --max-restarts 3 examples/several_workers.py /tmp/checkpoints 500
 """
 
 import os
@@ -17,6 +17,7 @@ import mirrored
 import mirrored.checkpoint
 
 directory = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 5
 
 strategy = mirrored.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -51,7 +52,7 @@ checkpoint = mirrored.checkpoint.Checkpoint(
     every=50,
     preemption_code=int(os.environ.get("PREEMPTION_CODE", "0")),
 )
-for images, labels in checkpoint.batches(dataset, epochs=5):
+for images, labels in checkpoint.batches(dataset, epochs):
     loss = train_step(images, labels)
     if checkpoint.step % 20 == 0:
         print(f"worker {jax.process_index()}, step {checkpoint.step}: loss {float(loss):.4f}")

@@ -1,13 +1,17 @@
-"""Checks what needs TensorFlow beside JAX: tf.data as a source, and TensorBoard's event files.
+"""Checks what needs TensorFlow or PyTorch beside JAX, on three replicas.
 
     tf-env/bin/python scripts/keras_with_tensorflow.py
 
-Run it with a Python that has jax, keras and tensorflow; the project's own environment has no
-TensorFlow. Each check compares two replicas with one device of stock Keras.
+tf.data and torch's DataLoader as sources, and TensorBoard's event files, read by TensorBoard's own
+reader. Run it with a Python that has jax, keras, tensorflow and tensorboard, and perhaps torch;
+the project's own environment has none of the three. Each check compares with one device of stock
+Keras.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import pathlib
 import tempfile
@@ -17,11 +21,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import mirrored.testing
 
-mirrored.testing.use_cpu_devices(2)
+mirrored.testing.use_cpu_devices(3)
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mirrored
 
@@ -48,38 +53,42 @@ def trained(strategy, source, callbacks=None, **fit):
 
 
 def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads all scalars of all event files below a folder."""
+    """Reads all scalars below a folder, as TensorBoard does."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for file in sorted(folder.rglob("events.*")):
-        for event in tf.compat.v1.train.summary_iterator(str(file)):
-            for value in event.summary.value:
-                number = tf.make_ndarray(value.tensor) if value.HasField("tensor") else None
-                if number is not None and number.dtype.kind == "f" and number.ndim == 0:
-                    found.setdefault(value.tag, []).append((event.step, float(number)))
+    for run in sorted({file.parent for file in folder.rglob("events.*")}):
+        reader = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
+        for tag in reader.Tags()["tensors"]:
+            events = reader.Tensors(tag)
+            numbers = [tf.make_ndarray(event.tensor_proto) for event in events]
+            if all(number.dtype.kind == "f" and number.ndim == 0 for number in numbers):
+                steps = [event.step for event in events]
+                found[f"{run.name}/{tag}"] = list(zip(steps, map(float, numbers), strict=True))
     return found
 
 
-def check_tf_data(two) -> None:
-    """A tf.data.Dataset with a partial last batch trains as on one device."""
-    dataset = (tf.data.Dataset.from_tensor_slices((X, Y)).batch(4),)
-    expected, found = trained(None, dataset), trained(two, dataset)
-    np.testing.assert_allclose(found[1]["loss"], expected[1]["loss"], rtol=1e-6)
-    predictions = found[0].predict(dataset[0], verbose=0)
+def check_source(strategy, name: str, source) -> None:
+    """Batches of 4 of 22 rows, the last one partial, train as on one device."""
+    expected = trained(None, (source,), validation_data=source)
+    found = trained(strategy, (source,), validation_data=source)
+    for word in ("loss", "val_loss"):
+        np.testing.assert_allclose(found[1][word], expected[1][word], rtol=1e-6)
+    predictions = found[0].predict(source, verbose=0)
     np.testing.assert_allclose(predictions, expected[0].predict(X, verbose=0), rtol=1e-5)
+    print(f"{name}: equal to one device")
 
 
-def check_tensorboard(two, update_freq) -> None:
+def check_tensorboard(strategy, update_freq) -> None:
     """A reader finds in the event files what stock Keras writes, step for step."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, strategy in (("stock", None), ("ours", two)):
+        for name, where in (("stock", None), ("ours", strategy)):
             board = keras.callbacks.TensorBoard(
                 str(pathlib.Path(folder, name)), update_freq=update_freq
             )
-            trained(strategy, (X, Y), [board], batch_size=4)
+            trained(where, (X, Y), [board], batch_size=4, validation_data=(X, Y))
         expected = scalars(pathlib.Path(folder, "stock"))
         found = scalars(pathlib.Path(folder, "ours"))
     assert expected.keys() == found.keys(), (expected.keys(), found.keys())
-    assert "epoch_loss" in found, found.keys()
+    assert found.keys() >= {"train/epoch_loss", "validation/epoch_loss"}, found.keys()
     for tag, points in expected.items():
         assert [step for step, _ in points] == [step for step, _ in found[tag]], tag
         np.testing.assert_allclose(
@@ -90,11 +99,27 @@ def check_tensorboard(two, update_freq) -> None:
 
 def main() -> None:
     """Runs all checks."""
-    two = mirrored.MirroredStrategy()
-    check_tf_data(two)
-    print("tf.data: equal to one device")
+    strategy = mirrored.MirroredStrategy()
+    check_source(strategy, "tf.data", tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
+    if importlib.util.find_spec("torch") is None:
+        print("torch is not installed here: its DataLoader was not checked")
+    else:
+        torch = importlib.import_module("torch.utils.data")
+        check_source(strategy, "torch's DataLoader", torch.DataLoader(Pairs(), batch_size=4))
     for update_freq in ("epoch", "batch", 3):
-        check_tensorboard(two, update_freq)
+        check_tensorboard(strategy, update_freq)
+
+
+class Pairs:
+    """The rows as torch reads them."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a row and its target."""
+        return X[index], Y[index]
 
 
 if __name__ == "__main__":

@@ -343,6 +343,16 @@ def test_validation_data_is_looked_at_before_the_first_epoch(two):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_data_that_is_distributed_already_is_an_error_with_the_way_out(method, two):
+    model = compiled(two)
+    dataset = two.distribute_dataset([(X, Y)])
+    for given in (dataset, iter(dataset)):
+        with pytest.raises(mirrored.ArgumentError, match="split over the replicas") as error:
+            getattr(model, method)(given, verbose=0)
+        assert "what was given to distribute_dataset" in error.value.hint
+
+
 # --- what must be there ------------------------------------------------------------------------
 
 PROGRAM = """

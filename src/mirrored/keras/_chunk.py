@@ -177,12 +177,12 @@ def _place_leaf(
     for replica in placement.local_replica_ids:
         low = min(replica * shard, size)
         high = min(low + shard, size)
-        full = count == capacity and high - low == shard
         buffer = _buffer((capacity, shard, *row_shape), np.dtype(dtype))
-        if not full:
-            buffer[...] = 0
+        # Room for further batches is never read, so it stays as the system gives it.
+        used = buffer[:count]
+        used[:, high - low :] = 0
         if high > low:
-            fill(low, high, buffer if full else buffer[:count, : high - low])
+            fill(low, high, used[:, : high - low])
         buffers.append(buffer)
     devices = [placement.devices[replica] for replica in placement.local_replica_ids]
     return jax.make_array_from_single_device_arrays(

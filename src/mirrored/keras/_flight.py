@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, final
 
+from mirrored._placement import Placement
 from mirrored._workers import Workers
 
 # How long one call may take: progress bars and Ctrl-C wait for its end.
@@ -82,10 +83,11 @@ class Flight:
     _on_cpus: ClassVar[collections.deque[tuple[Any, Callable[[], None]]]] = collections.deque()
     _cpu_turn: ClassVar[threading.RLock] = threading.RLock()
 
-    def __init__(self, *, on_cpu: bool) -> None:
-        self._depth = 0 if on_cpu else 1
-        self._under_way = self._on_cpus if on_cpu else collections.deque()
-        self._turn = self._cpu_turn if on_cpu else threading.RLock()
+    def __init__(self, placement: Placement) -> None:
+        self.one_by_one = placement.replica_count > 1 and placement.devices[0].platform == "cpu"
+        self._depth = 0 if self.one_by_one else 1
+        self._under_way = self._on_cpus if self.one_by_one else collections.deque()
+        self._turn = self._cpu_turn if self.one_by_one else threading.RLock()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

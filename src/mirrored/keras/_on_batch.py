@@ -91,7 +91,7 @@ def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:
         chunk = place_whole(placement, data, numbers)
     lists = _private.variable_lists(model, kind)
     interrupts = Interrupts()
-    flight = Flight(on_cpu=placement.devices[0].platform == "cpu")
+    flight = Flight(placement)
     with interrupts.watched(), flight.turn():
         state = tuple(_private.values_of(variables) for variables in lists)
         interrupts.hold()

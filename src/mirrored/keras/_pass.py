@@ -47,8 +47,7 @@ class Pass:
         self._calls = batch_calls(callbacks, kind)
         self._begin = getattr(callbacks, f"on_{kind}_batch_begin")
         self._end = getattr(callbacks, f"on_{kind}_batch_end")
-        self._on_cpu = self._placement.devices[0].platform == "cpu"
-        self._flight = Flight(on_cpu=self._on_cpu)
+        self._flight = Flight(self._placement)
         self._keeps_all = False
         self._loops = False
         self._outputs = Outputs() if kind == "predict" else None
@@ -161,7 +160,7 @@ class Pass:
 
     def _tell_end(self, chunk: Chunk, start: int, count: int, returned: Any) -> Any:
         """Tells callbacks what they want to know; returns the logs of the last step."""
-        if self._calls is BatchCalls.EVERYTHING and self._on_cpu:
+        if self._calls is BatchCalls.EVERYTHING and self._flight.one_by_one:
             # A callback may run programs of its own on these devices.
             self._flight.settle()
         if self._outputs is not None:

@@ -15,6 +15,9 @@ import jax
 import numpy as np
 
 from mirrored import _workers
+from mirrored._data import DistributedDataset
+from mirrored._data_iterator import DistributedIterator
+from mirrored._errors import ArgumentError
 from mirrored._placement import Placement
 from mirrored._workers import Workers
 from mirrored.keras import _private
@@ -82,6 +85,15 @@ class Source(_private.EpochIterator):
 
     # The processes that read the same rows in the same order; set by whoever feeds them.
     workers: Workers | None = None
+
+    def __init__(self, x: Any = None, **others: Any) -> None:
+        if isinstance(x, (DistributedDataset, DistributedIterator)):
+            raise ArgumentError(
+                fact=f"Keras was given {x!r}, which is split over the replicas already.",
+                expected="the data itself: fit, evaluate and predict split it.",
+                hint="pass what was given to distribute_dataset.",
+            )
+        super().__init__(x=x, **others)
 
     def _get_iterator(self) -> Any:
         rows = _private.array_rows(self.data_adapter)
