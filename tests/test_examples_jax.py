@@ -81,3 +81,11 @@ def test_before_and_after_have_the_same_shape():
         ):
             assert line in before.read_text(), before
             assert line in after.read_text(), after
+
+
+def test_parameter_servers(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["parameter_servers.py", "threads"])
+    run("parameter_servers.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 3
+    assert losses[-1] < min(losses[0], 0.1)
