@@ -190,6 +190,7 @@ DRAWN_BY: dict[str, Callable[[Result, Any], Any]] = {
     "nnx": bars(_US),
     "reductions": bars(_US),
     "several-workers": bars(_US),
+    "parameter-servers": bars(_US, log=True),
     "fashion": accuracy_over_time,
     "gpu-gpt2": bars(_US),
     "gpu-resnet50": bars(_US),

@@ -137,7 +137,7 @@ def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 def _ratios(result: Result) -> Iterator[str]:
     """Ratios as rows, cases as columns; goals beside them."""
     cases = result["cases"]
-    goal_of = {(g.case, g.what): g for g in goals.GOALS if g.result == result["name"]}
+    known = [goal for goal in goals.GOALS if goal.result == result["name"] and not goal.contender]
     keys: list[str] = []
     for case in cases:
         keys += [key for key in case["ratios"] if key not in keys]
@@ -146,7 +146,8 @@ def _ratios(result: Result) -> Iterator[str]:
         row = [key]
         limits = []
         for case in cases:
-            value, goal = case["ratios"].get(key), goal_of.get((case["name"], key))
+            value = case["ratios"].get(key)
+            goal = next((g for g in known if g.case == case["name"] and g.fits(key)), None)
             text = "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
             if value is not None and goal:
                 # A value close to its limit is shown with the digits that decide.
