@@ -27,7 +27,7 @@ def main() -> int:
     failed = []
     for seed in range(options.first, options.first + options.seeds):
         start = time.monotonic()
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             try:
                 said = kills_at_random(
                     options.engine,

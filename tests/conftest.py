@@ -11,10 +11,15 @@ import mirrored.testing
 
 mirrored.testing.use_cpu_devices(8)
 
+import hypothesis
 import jax
 import pytest
 
 import mirrored
+
+# The same examples in every run: a red run can be repeated, and CI never surprises.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 STRATEGIES = {
     "default": mirrored.get_strategy,

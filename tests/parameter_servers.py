@@ -15,7 +15,7 @@ import mirrored
 # An engine's name, and the arguments it is asked for with.
 ENGINES = {"threads": {}, "ray": {}}
 # How many strategies on Ray may live at once.
-_MOST_KEPT = 2
+_MOST_KEPT = 4
 _KEPT = {}
 # Imported when it is needed: tests without Ray should not wait for it.
 _SESSION = "mirrored._parameter_server._ray_session"

@@ -12,6 +12,8 @@ import mirrored
 from mirrored import _cli
 from mirrored._doctor import _child, _hardware, _probe, _software, _surroundings, examine
 
+# What is not about hanging must not fail because this machine is busy.
+PATIENTLY = ("--timeout", "100")
 VARIABLES = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "TF_CONFIG", "KERAS_BACKEND")
 
 
@@ -42,7 +44,7 @@ def test_a_machine_in_order(bare, capsys):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     bare.setenv("TF_CONFIG", tf_config(address, "127.0.0.2:1", index=0))
-    assert _cli.main(["doctor"]) == 0
+    assert _cli.main(["doctor", *PATIENTLY]) == 0
     printed = capsys.readouterr().out
     assert printed.endswith("What is wrong\n  nothing was found.\n")
     # One device has nothing to reduce, so four virtual ones were asked.
@@ -67,7 +69,7 @@ def test_much_is_wrong(bare, tmp_path, capsys):
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         bare.setenv("TF_CONFIG", tf_config(address, "127.0.0.2:1", index=0))
-        assert _cli.main(["doctor"]) == 1
+        assert _cli.main(["doctor", *PATIENTLY]) == 1
     printed = capsys.readouterr().out
     notes, _, wrong = printed.partition("Good to know")[2].partition("What is wrong")
     assert "JAX_LOG_COMPILES=1: each compilation is written out." in notes
@@ -87,15 +89,19 @@ def test_a_backend_that_hangs_is_a_finding(bare, tmp_path):
     (plugin / "__init__.py").write_text("def initialize():\n    import time; time.sleep(600)\n")
     bare.setenv("PYTHONPATH", str(tmp_path))
     bare.delenv("JAX_PLATFORMS")
-    examination = examine(timeout=6)
-    (fact,) = facts(examination.wrong)
-    assert fact.startswith("starting JAX's backend did not end within 5 s")
+    # On a busy machine the time may be over before the backend is reached: give it more then.
+    for timeout in (6, 12, 24, 48, 96):
+        examination = examine(timeout=timeout)
+        (fact,) = facts(examination.wrong)
+        if "importing JAX" not in fact:
+            break
+    assert fact.startswith(f"starting JAX's backend did not end within {timeout - 1} s")
     assert rows(examination, "Devices") == {"none seen": []}
 
 
 def test_a_flag_that_xla_does_not_know(bare):
     bare.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    examination = examine()
+    examination = examine(timeout=100)
     (finding,) = examination.wrong
     assert finding.fact.startswith("starting JAX's backend failed: ")
     assert "--xla_no_such_flag" in finding.fact
@@ -105,7 +111,7 @@ def test_a_flag_that_xla_does_not_know(bare):
 def test_a_platform_that_is_not_there_and_a_cluster_that_makes_no_sense(bare):
     bare.setenv("JAX_PLATFORMS", "cuda")
     bare.setenv("TF_CONFIG", "{")
-    examination = examine()
+    examination = examine(timeout=100)
     backend, cluster = examination.wrong
     assert backend.fact.startswith("starting JAX's backend with JAX_PLATFORMS='cuda' failed: ")
     assert backend.hint.startswith("unset it")

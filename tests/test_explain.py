@@ -127,6 +127,8 @@ def test_a_function_under_jit(strategy, donated):
     assert found.memory["parameters"] == WEIGHT_BYTES
     assert found.memory["optimizer state"] == 2 * WEIGHT_BYTES + 4
     assert found.memory["batch"] == 8 * (32 + 4) * 4
+    # Copying what is donated is no part of the step.
+    assert [program.name for program in found.programs] == ["step"]
     results = found.memory.get("results", 0)
     assert (results < WEIGHT_BYTES) == bool(donated)
     (reduction,) = found.collectives

@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -500,6 +501,16 @@ def test_a_server_lives_through_questions_of_another_form(way):
                 channel.request(operation, fields, arrays, timeout=10)
         _, (value,) = channel.request("pull", read, timeout=10)
         assert value.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("missing", ["ray", "zmq"])
+def test_without_the_extra_its_name_is_said(missing, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith("mirrored._parameter_server._ray"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(mirrored.MissingDependencyError, match=r"mirrored\[ray\]"):
+        mirrored.ParameterServerStrategy(engine="ray")
 
 
 def test_struct_of_packets_is_as_the_tests_say():

@@ -48,6 +48,53 @@ def test_tf_distributes_spellings():
     )
 
 
+# Arguments as TensorFlow 2.21 has them, but for those that have no meaning here (options=,
+# cross_device_ops=, communication_options=, bytes_per_string=, use_locking=, read_value=).
+TF_ARGUMENTS = {
+    "Strategy.run": "fn args kwargs",
+    "Strategy.reduce": "reduce_op value axis",
+    "Strategy.gather": "value axis",
+    "Strategy.scope": "",
+    "Strategy.experimental_distribute_dataset": "dataset",
+    "Strategy.distribute_datasets_from_function": "dataset_fn",
+    "Strategy.experimental_distribute_values_from_function": "value_fn",
+    "Strategy.experimental_local_results": "value",
+    "ReplicaContext.all_reduce": "reduce_op value",
+    "ReplicaContext.all_gather": "value axis",
+    "ReplicaContext.merge_call": "merge_fn args kwargs",
+    "InputContext": "num_input_pipelines input_pipeline_id num_replicas_in_sync",
+    "InputContext.get_per_replica_batch_size": "global_batch_size",
+    "MirroredStrategy": "devices",
+    "OneDeviceStrategy": "device",
+    "Variable": "initial_value trainable",
+    "Variable.assign": "value",
+    "Variable.assign_add": "delta",
+    "Variable.assign_sub": "delta",
+    "ClusterCoordinator": "strategy",
+    "ClusterCoordinator.schedule": "fn args kwargs",
+    "ClusterCoordinator.join": "",
+    "ClusterCoordinator.done": "",
+    "ClusterCoordinator.fetch": "val",
+    "ClusterCoordinator.create_per_worker_dataset": "dataset_fn",
+    "MinSizePartitioner": "min_shard_bytes max_shards",
+    "MaxSizePartitioner": "max_shard_bytes max_shards",
+    "FixedShardsPartitioner": "num_shards",
+}
+
+
+@pytest.mark.parametrize("name", TF_ARGUMENTS)
+def test_arguments_are_tf_distributes(name):
+    """By position and by name, whatever a program passes today; more may come after."""
+    kind, _, method = name.partition(".")
+    thing = getattr(mirrored, kind)
+    signature = inspect.signature(getattr(thing, method) if method else thing)
+    arguments = [argument for argument in signature.parameters if argument != "self"]
+    expected = TF_ARGUMENTS[name].split()
+    assert arguments[: len(expected)] == expected
+    for more in arguments[len(expected) :]:
+        assert signature.parameters[more].default is not inspect.Parameter.empty
+
+
 def test_importing_is_light():
     program = (
         "import sys, mirrored; from jax._src import xla_bridge; "

@@ -209,6 +209,28 @@ def test_values_of_one_strategy_do_not_fit_another(two):
         make_strategy(4).run(lambda x: x, (PerReplica([1, 2]),))
 
 
+def test_values_on_other_devices_do_not_fit_either(two):
+    # As many replicas, but elsewhere: it would be moved in every step, without a word.
+    other = mirrored.MirroredStrategy(["cpu:2", "cpu:3"])
+    (batch,) = other.distribute_dataset(np.arange(4), batch_size=4)
+    uses = {
+        "run": lambda: two.run(lambda x: x, (batch,)),
+        "reduce": lambda: two.reduce("sum", batch, axis=0),
+        "gather": lambda: two.gather(batch, axis=0),
+        "function": lambda: mirrored.function(lambda b: two.run(lambda x: x, (b,)))(batch),
+    }
+    for use in uses.values():
+        with pytest.raises(ValueError, match=r"cpu:2, cpu:3 was given.*cpu:0, cpu:1"):
+            use()
+    assert [int(p[0]) for p in other.local_results(other.run(lambda x: x, (batch,)))] == [0, 2]
+    # The same devices by another object are as good.
+    again = mirrored.MirroredStrategy(["cpu:2", "cpu:3"])
+    assert int(again.reduce("sum", batch, axis=0)) == 6
+    # What is on one device only is placed.
+    alone = PerReplica.from_stacked(jax.device_put(np.arange(2), jax.devices()[0]))
+    assert int(two.reduce("sum", alone)) == 1
+
+
 def test_per_replica_is_not_a_single_value(two):
     value = two.run(lambda: replica_id() + 1)
     for use in (float, bool, np.asarray, iter):

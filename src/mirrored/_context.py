@@ -204,6 +204,23 @@ def require_cross_replica(what: str) -> None:
         )
 
 
+def require_run(strategy: Any, placement: Placement, fn: Any) -> None:
+    """Checks what ``run`` is given to run, and that no other strategy is current."""
+    if not callable(fn):
+        raise ArgumentError(
+            fact=f"run was given {fn!r}, which cannot be called.",
+            expected="a function.",
+            hint="write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).",
+        )
+    if current().strategy not in (None, strategy):
+        raise ContextError(
+            fact=f"Mixing different strategies: {placement.describe()}.run was called "
+            "inside the scope of another one.",
+            expected="one strategy at a time.",
+            hint="leave the other scope first.",
+        )
+
+
 def require_argument_nest(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Checks the ``args`` and ``kwargs`` of ``run``."""
     if not isinstance(args, (tuple, list)):

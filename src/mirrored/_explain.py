@@ -33,6 +33,8 @@ from mirrored._values import PerReplica
 from mirrored._variable import Variable, live_variables
 
 _MOST_TRIALS = 5
+# Of arguments that a step donates, which lie on the devices at the same time.
+_MOST_COPIES = 3
 
 
 def explain_step(
@@ -59,7 +61,7 @@ def explain_step(
         calls.warm_up()
         host = statistics.median(calls.host_seconds() for _ in range(min(steps, _MOST_TRIALS)))
         wall = calls.seconds(steps)
-        timeline = record(lambda: calls.seconds(steps))
+        timeline = record(calls.prepared(steps))
         programs = [] if timeline is None else _programs(placement, timeline)
         if not programs and isinstance(step, (Function, jax.stages.Wrapped)):
             programs = [_compiled_anew(step, args)]
@@ -115,6 +117,19 @@ class _Calls:
             return self._args
         copied = _objects.map_arguments(_copy, (self._args, {}))[0]
         return jax.block_until_ready(copied)
+
+    def prepared(self, steps: int) -> Callable[[], None]:
+        """Returns a run of some steps in which nothing but the steps happens."""
+        count = min(steps, _MOST_COPIES) if self._donates else steps
+        arguments = [self._fresh() for _ in range(count)]
+
+        def run() -> None:
+            result = None
+            while arguments:
+                result = self._step(*arguments.pop())
+            jax.block_until_ready(result)
+
+        return run
 
     def host_seconds(self) -> float:
         """How long the call itself takes, with idle devices."""

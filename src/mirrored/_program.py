@@ -23,7 +23,7 @@ from mirrored import _compat, _context, _objects, _workers
 from mirrored._captures import ByIdentity, Captures
 from mirrored._errors import OwnershipError
 from mirrored._placement import Placement
-from mirrored._values import PerReplica, is_object_leaf
+from mirrored._values import PerReplica, is_object_leaf, refuse_other_devices
 from mirrored._variable import Variable, live_variables, return_lent
 
 _LOGGER = logging.getLogger("mirrored")
@@ -250,6 +250,8 @@ class _Compiled:
                 if sharding is None or sharding is placement.split:
                     continue
                 if leaf.committed and sharding.device_set != placement.device_set:
+                    if getattr(sharding, "spec", None) == placement.split.spec:
+                        refuse_other_devices(leaf, placement)
                     dynamic[index] = _on_all_devices(leaf, placement)
         outline = self._outline
         replaced, read = objects.arrays(outline.changed, outline.unchanged, placement)

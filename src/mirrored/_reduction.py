@@ -235,6 +235,8 @@ def refuse_plain_gather(value: Any) -> ArgumentError:
 def _gather(placement: Placement, value: Any, axis: int) -> Any:
     if not isinstance(value, PerReplica):
         raise refuse_plain_gather(value)
+    if value.stacked is not None:
+        value = value.placed(placement)
     if value.stacked is not None and value.row_counts is None:
         check_gather([value.stacked.shape[1:]], axis)
         program = _gather_even(placement, axis % (value.stacked.ndim - 1))

@@ -23,7 +23,7 @@ from mirrored._data import (
     distribute_arrays_or_batches,
     distribute_from_function,
 )
-from mirrored._errors import ArgumentError, ContextError
+from mirrored._errors import ArgumentError
 from mirrored._explain import explain_step
 from mirrored._explanation import Explanation
 from mirrored._finite import require_finite
@@ -142,20 +142,8 @@ class Strategy(abc.ABC):
         """
         args, kwargs = _context.require_argument_nest(args, kwargs)
         refuse_nested("strategy.run")
-        if not callable(fn):
-            raise ArgumentError(
-                fact=f"run was given {fn!r}, which cannot be called.",
-                expected="a function.",
-                hint="write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).",
-            )
+        _context.require_run(self, self.placement, fn)
         context = _context.current()
-        if context.strategy not in (None, self):
-            raise ContextError(
-                fact=f"Mixing different strategies: {self.placement.describe()}.run was called "
-                "inside the scope of another one.",
-                expected="one strategy at a time.",
-                hint="leave the other scope first.",
-            )
         if _debug.is_debugging(self):
             return _debug.run_one_after_another(self, self.placement, fn, args, kwargs)
         if context.frame is not None or _compat.a_program_is_being_staged():

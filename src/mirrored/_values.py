@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ArgumentTypeError, ShapeError, TracingError
-from mirrored._placement import Placement
+from mirrored._placement import Placement, device_name
 
 
 class NestLeaf:
@@ -119,7 +119,11 @@ class PerReplica:
                 "strategy.local_results first.",
             )
         if self._components is None:
-            return self
+            if not _must_move(self.stacked, placement):
+                return self
+            refuse_other_devices(self.stacked, placement)
+            stacked = jax.device_put(self.stacked, placement.split)
+            return PerReplica.from_stacked(stacked, self.row_counts, is_batch=self.is_batch)
         if any(_compat.is_traced(part) for part in self._components):
             parts, counts = _pad_rows(self._components, jax.numpy)
             return PerReplica.from_stacked(jax.numpy.stack(parts), counts)
@@ -197,6 +201,27 @@ class PerReplica:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise _not_a_single_value(what="turned into an array")
+
+
+def _must_move(stacked: Any, placement: Placement) -> bool:
+    if _compat.is_traced(stacked) or not isinstance(stacked, jax.Array):
+        return False
+    sharding = stacked.sharding
+    return sharding is not placement.split and sharding.device_set != placement.device_set
+
+
+def refuse_other_devices(stacked: Any, placement: Placement) -> None:
+    """Refuses components that another strategy has placed: moving them would cost each step."""
+    found = stacked.sharding.device_set
+    if not stacked.committed or found <= placement.device_set:
+        return
+    raise ArgumentError(
+        fact=f"a PerReplica value on {', '.join(sorted(map(device_name, found)))} was given to "
+        f"{placement.describe()}.",
+        expected="values of the strategy that runs.",
+        hint="use values made by the same strategy, or take them apart with "
+        "strategy.local_results first.",
+    )
 
 
 def _not_a_single_value(*, what: str) -> ArgumentTypeError:

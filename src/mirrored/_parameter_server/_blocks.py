@@ -38,7 +38,8 @@ _SMALLEST = 64 << 10
 _LARGEST_KEPT = 64 << 20
 _ALIGNMENT = 64
 # A block that could shrink would end the process that reads beyond its end.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# Systems without seals import this module, and then use another transport.
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 @final

@@ -145,28 +145,28 @@ class ClusterCoordinator:
         """Says whether all closures are over; raises the first error there was, once."""
         return self._queue.done()
 
-    def fetch(self, nest: Any) -> Any:
+    def fetch(self, val: Any) -> Any:
         """Replaces every RemoteValue in a nest by its value, waiting for it."""
         return jax.tree.map(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf,
-            nest,
+            val,
             is_leaf=is_object_leaf,
         )
 
     # --- what each worker has ----------------------------------------------------
 
-    def create_per_worker_dataset(self, dataset_or_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Makes a dataset on each worker.
 
         Args:
-          dataset_or_fn: something to iterate over, which every worker reads whole, or a
-            function that makes a worker's own; it may take an InputContext, whose
+          dataset_fn: a function that makes a worker's own dataset, or something to iterate
+            over, which every worker reads whole. The function may take an InputContext, whose
             ``input_pipeline_id`` is the worker's number.
 
         Returns:
           What ``iter`` makes an iterator for each worker of, to be passed to ``schedule``.
         """
-        return per_worker_dataset(dataset_or_fn, self._strategy.worker_count)
+        return per_worker_dataset(dataset_fn, self._strategy.worker_count)
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Calls ``fn`` once on each worker that needs it, and keeps the result there."""

@@ -61,6 +61,9 @@ def prepare_process(paths: list[str], platform: str | None, threads: int | None)
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = platform
         jax.config.update("jax_platforms", platform)
+    # Nobody goes on here before a step's results are there: handing each program to another
+    # thread would only add two changes of threads to each.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _interface(network: Network) -> str:

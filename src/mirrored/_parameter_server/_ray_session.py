@@ -6,6 +6,7 @@ strategy that used it. A session that the program started itself is used and lef
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -22,9 +23,12 @@ if "ray" not in sys.modules:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
+
+    # What the transports need comes with the same extra.
+    importlib.import_module("zmq")
 except ImportError as error:
     raise MissingDependencyError(
-        fact="ParameterServerStrategy(engine='ray') needs Ray, which is not installed.",
+        fact=f"ParameterServerStrategy(engine='ray') needs Ray and ZeroMQ: {error}.",
         expected="the extra mirrored[ray].",
         hint="pip install 'mirrored[ray]', or use engine='threads'.",
     ) from error
@@ -98,6 +102,8 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
+            # Ray lets its workers give way to everything else; here they are the program.
+            "_system_config": {"worker_niceness": 0},
         }
     else:
         arguments["address"] = address

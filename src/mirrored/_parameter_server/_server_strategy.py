@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mirrored import _context
-from mirrored._errors import ArgumentError, ContextError
+from mirrored._errors import ContextError
 from mirrored._parameter_server._server_home import ServerHome, load_strategy
 from mirrored._parameter_server._steps import Steps
 from mirrored._placement import Placement
@@ -63,21 +63,8 @@ class ServerStrategy(Strategy):
           What ``fn`` returns, as plain arrays: a worker has one replica.
         """
         args, kwargs = _context.require_argument_nest(args, kwargs)
-        if not callable(fn):
-            raise ArgumentError(
-                fact=f"run was given {fn!r}, which cannot be called.",
-                expected="a function.",
-                hint="write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).",
-            )
-        context = _context.current()
-        if context.strategy not in (None, self):
-            raise ContextError(
-                fact=f"Mixing different strategies: {self.placement.describe()}.run was called "
-                "inside the scope of another one.",
-                expected="one strategy at a time.",
-                hint="leave the other scope first.",
-            )
-        if context.replica is not None:
+        _context.require_run(self, self.placement, fn)
+        if _context.current().replica is not None:
             raise ContextError(
                 fact="strategy.run was called inside a replica function.",
                 expected="strategy.run in cross-replica context.",
