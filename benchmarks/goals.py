@@ -53,7 +53,7 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        return f"{'at least' if self.at_least else 'at most'} {self.limit:.3g}{self.unit}"
+        return f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}{self.unit}"
 
 
 def _everywhere(result: str, cases: list[str], what: str, limit: float, **more: Any) -> list[Goal]:
