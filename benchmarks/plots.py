@@ -108,6 +108,8 @@ def bars(unit: str, *, log: bool = False) -> Callable[[Result, Any], Any]:
 
 
 def _lines(axis: Any, points: dict[str, list[tuple[float, float]]], unit: str, across: str) -> None:
+    from matplotlib import ticker
+
     colors = _colors(list(points))
     for name, pairs in points.items():
         axis.plot(*zip(*pairs), marker="o", markersize=4, color=colors[name], label=name)
@@ -116,6 +118,7 @@ def _lines(axis: Any, points: dict[str, list[tuple[float, float]]], unit: str, a
     ticks = sorted({x for pairs in points.values() for x, _ in pairs})
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_xlabel(across)
     axis.set_title(unit, fontsize=11)
@@ -171,11 +174,10 @@ def accuracy_over_time(result: Result, pyplot: Any) -> Any:
         right = [100 * share for share in figures["accuracies"]]
         axis.plot(passed, right, marker="o", markersize=4, color=colors[name], label=name)
     axis.axhline(100 * case["target"], color="black", linewidth=0.8, linestyle="--")
-    axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_xlabel("seconds of training, log (a point an epoch)")
+    axis.set_xlim(left=0)
+    axis.set_xlabel("seconds of training (a point an epoch)")
     axis.set_ylabel("% of the test images right")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     axis.grid(alpha=0.25)
     figure.tight_layout()
     return figure
@@ -190,6 +192,7 @@ DRAWN_BY: dict[str, Callable[[Result, Any], Any]] = {
     "nnx": bars(_US),
     "reductions": bars(_US),
     "several-workers": bars(_US),
+    "parameter-servers": bars(_US, log=True),
     "fashion": accuracy_over_time,
     "gpu-gpt2": bars(_US),
     "gpu-resnet50": bars(_US),

@@ -137,7 +137,7 @@ def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 def _ratios(result: Result) -> Iterator[str]:
     """Ratios as rows, cases as columns; goals beside them."""
     cases = result["cases"]
-    goal_of = {(g.case, g.what): g for g in goals.GOALS if g.result == result["name"]}
+    known = [goal for goal in goals.GOALS if goal.result == result["name"] and not goal.contender]
     keys: list[str] = []
     for case in cases:
         keys += [key for key in case["ratios"] if key not in keys]
@@ -146,7 +146,8 @@ def _ratios(result: Result) -> Iterator[str]:
         row = [key]
         limits = []
         for case in cases:
-            value, goal = case["ratios"].get(key), goal_of.get((case["name"], key))
+            value = case["ratios"].get(key)
+            goal = next((g for g in known if g.case == case["name"] and g.fits(key)), None)
             text = "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
             if value is not None and goal:
                 # A value close to its limit is shown with the digits that decide.
@@ -217,7 +218,7 @@ def _section(name: str, result: Result) -> Iterator[str]:
     for caveat in result["caveats"]:
         yield f"- {caveat}"
     load = result["machine"].get("load", 0)
-    busy = f" **Other work was running (load {load:g}): read ratios only.**" if load > 2.5 else ""
+    busy = f" **Other work was running (load {load:g}).**" if _is_busy(result) else ""
     yield f"- Measured {result['date']} on {_machine(result)}.{busy}\n"
     if any("median" in f for case in result["cases"] for f in case["contenders"].values()):
         yield '<details markdown="1"><summary>All figures</summary>\n'
@@ -241,6 +242,10 @@ def _notes(name: str) -> Iterator[str]:
     path = HERE / "notes" / f"{name}.md"
     if path.exists():
         yield path.read_text().strip() + "\n"
+
+
+def _is_busy(result: Result) -> bool:
+    return result["machine"].get("load", 0) > 2.5
 
 
 def _machine(result: Result) -> str:
@@ -296,7 +301,15 @@ def _versions(found: Mapping[str, Result]) -> Iterator[str]:
 def page(found: Mapping[str, Result]) -> str:
     """The text of the page."""
     machines = dict.fromkeys(_machine(result) for result in found.values())
-    lines = [INTRODUCTION, CAVEATS.format(machine="; ".join(machines))]
+    lines = [INTRODUCTION, CAVEATS.format(machine="; ".join(machines)).rstrip()]
+    busy = [SECTIONS[name][0] for name, result in found.items() if _is_busy(result)]
+    if busy:
+        lines.append(
+            f"- **The machine was not quiet** when these were measured: {', '.join(busy)}. Rounds "
+            "alternate, so a ratio survives that better than a time does; a goal that is missed or "
+            "met by little is undecided until it is measured again."
+        )
+    lines.append("")
     lines += _goals(found)
     on_gpu = {name for name in found if name.startswith("gpu-")}
     for name, result in found.items():

@@ -49,6 +49,7 @@ SUITE = (
     Benchmark("nnx", "nnx_overhead.py", 30),
     Benchmark("reductions", "reduction_cost.py", 60),
     Benchmark("several-workers", "several_workers.py", 60, ("torch",)),
+    Benchmark("parameter-servers", "parameter_servers.py", 150, ("tensorflow",)),
     Benchmark("fashion", "fashion.py", 300, ("tensorflow", "torch"), needs_images=True),
 )
 

@@ -56,6 +56,7 @@ class Runs:
         self._lock = threading.Lock()
         self.stopped = False
         self.passed_tests = 0
+        self.failed_tests = 0
 
     def run(self, name: str, files: list[str]) -> bool:
         """Runs a group and shows how it went; says whether all its tests passed."""
@@ -69,7 +70,8 @@ class Runs:
         output, _ = process.communicate()
         passed = process.returncode in (0, NO_TESTS)
         with self._lock:
-            self.passed_tests += sum(map(int, re.findall(r"(\d+) passed", output[-500:])))
+            self.passed_tests += counted("passed", output)
+            self.failed_tests += counted("failed", output) + counted("errors?", output)
             if not self.stopped:
                 print(summary(name, output) if passed else f"--- {name}\n{output}", flush=True)
         return passed
@@ -83,6 +85,11 @@ class Runs:
                 process.wait(SECONDS_TO_STOP)
             except subprocess.TimeoutExpired:
                 process.terminate()
+
+
+def counted(outcome: str, output: str) -> int:
+    """How many tests a group's last line says came out so."""
+    return sum(map(int, re.findall(rf"(\d+) {outcome}\b", output[-500:].rpartition("\n=")[2])))
 
 
 def summary(name: str, output: str) -> str:
@@ -110,7 +117,8 @@ def main() -> int:
     failed = [name for future, name in futures.items() if not future.result()]
     minutes = (time.monotonic() - started) / 60
     result = f"failed in {', '.join(failed)}" if failed else "all passed"
-    print(f"tests: {result}; {runs.passed_tests} tests passed in {minutes:.1f} minutes")
+    print(f"tests: {result} in {minutes:.1f} minutes")
+    print(f"{runs.passed_tests} passed, {runs.failed_tests} failed")
     return 1 if failed else 0
 
 

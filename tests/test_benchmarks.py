@@ -20,6 +20,9 @@ import report
 import results
 import run
 
+# Ray takes longer to start than all of the others together.
+SMALL = [benchmark for benchmark in run.SUITE if benchmark.name != "parameter-servers"]
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
@@ -41,7 +44,7 @@ def small(tmp_path_factory):
 
     gpu = ["--workloads", "loop", "--without-torch", "--out", folder]
     commands = [[BENCHMARKS / "gpu" / "run.py", *gpu]]
-    commands += [[BENCHMARKS / b.script, "--json", folder / f"{b.name}.json"] for b in run.SUITE]
+    commands += [[BENCHMARKS / b.script, "--json", folder / f"{b.name}.json"] for b in SMALL]
     # Two at a time: much of each is waiting for its contenders to start.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(run_small, commands))
@@ -49,7 +52,7 @@ def small(tmp_path_factory):
 
 
 def test_every_benchmark_runs_and_its_contenders_agree(small):
-    found = {b.name: json.loads((small / f"{b.name}.json").read_text()) for b in run.SUITE}
+    found = {b.name: json.loads((small / f"{b.name}.json").read_text()) for b in SMALL}
     for name, result in found.items():
         assert result["name"] == name
         assert result["versions"]["jax"]["jax"]

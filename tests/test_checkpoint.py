@@ -352,10 +352,7 @@ def test_errors_name_what_does_not_fit(tmp_path):
         Checkpoint(tmp_path, {"new": mirrored.Variable(1.0)}).restore()
     with pytest.raises(mirrored.CheckpointError, match=r"also holds \['old'\]"):
         Checkpoint(tmp_path, {"w": mirrored.Variable([1.0, 2.0])}).restore()
-    with (
-        pytest.warns(UserWarning, match="step_0000000009"),
-        pytest.raises(mirrored.CheckpointError, match="no whole checkpoint of step 9"),
-    ):
+    with pytest.raises(mirrored.CheckpointError, match="no whole checkpoint of step 9"):
         checkpoint.restore(9)
     with pytest.raises(mirrored.CheckpointError, match="which cannot be saved"):
         Checkpoint(tmp_path, {"x": object()}).save()

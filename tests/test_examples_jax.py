@@ -73,19 +73,8 @@ def test_before_and_after_have_the_same_shape():
     """TensorFlow is not installed here; that both are read side by side can be checked."""
     assert len(pairs()) >= 2
     for before, after in pairs():
-        compile(before.read_text(), str(before), "exec")
-        for line in (
-            "strategy.scope()",
-            "Number of devices: {strategy.num_replicas_in_sync}",
-            "MirroredStrategy()",
-        ):
-            assert line in before.read_text(), before
-            assert line in after.read_text(), after
-
-
-def test_parameter_servers(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["parameter_servers.py", "threads"])
-    run("parameter_servers.py")
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
-    assert len(losses) == 3
-    assert losses[-1] < min(losses[0], 0.1)
+        texts = [path.read_text() for path in (before, after)]
+        compile(texts[0], str(before), "exec")
+        strategies = [set(re.findall(r"\.(\w+Strategy)\(", text)) for text in texts]
+        assert strategies[0] & strategies[1], before
+        assert all("strategy.scope()" in text for text in texts), before

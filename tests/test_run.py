@@ -444,3 +444,38 @@ def test_gradient_of_a_captured_array_is_refused(two):
         jitted(w, PerReplica([1.0, 2.0]).placed(two.placement))
     # Captured arrays that are not differentiated are fine.
     assert components(two, two.run(lambda x: (w * x).sum(), (PerReplica([1.0, 2.0]),))) == [3, 6]
+
+
+@pytest.mark.conformance(19)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_gradient_of_an_array_made_in_the_replica_function_is_never_summed(two, wrap):
+    captured = jnp.array([1.0, 2.0])
+
+    def gradient_of(make):
+        def replica_function(x):
+            # Summed before it meets anything of this replica: what JAX adds up is a scalar.
+            return jax.grad(wrap(lambda w: x * (w * w).sum()))(make())
+
+        return two.run(replica_function, (PerReplica([1.0, 2.0]),))
+
+    for make in (lambda: captured, lambda: jnp.array([1.0, 2.0]), lambda: jnp.arange(1.0, 3.0)):
+        with pytest.raises(mirrored.GradientError, match=r"\.own\(params\)"):
+            gradient_of(make)
+    found = gradient_of(lambda: mirrored.get_replica_context().own(captured))
+    np.testing.assert_array_equal(components(two, found), [[2, 4], [4, 8]])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_gradients_through_what_a_collective_made_are_summed(two, wrap):
+    def replica_function(x):
+        def loss_fn(x):
+            total = mirrored.get_replica_context().all_reduce("sum", x)
+            # Reshaped and added up before it meets what differs: no longer the sum's shape.
+            return (mirrored.get_replica_context().replica_id + 1) * (total * 3.0).reshape(
+                2, 1
+            ).sum()
+
+        return jax.grad(wrap(loss_fn))(x)
+
+    found = two.run(replica_function, (PerReplica([[1.0, 2.0], [3.0, 4.0]]),))
+    np.testing.assert_array_equal(components(two, found), [[9, 9], [9, 9]])

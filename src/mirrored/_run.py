@@ -17,7 +17,7 @@ from mirrored._arguments import Arguments
 from mirrored._errors import ContextError, OwnershipError, PaddingError, VariableError
 from mirrored._placement import Placement
 from mirrored._replica_trace import MIRRORED, SPLIT, Outline, ReplicaTrace
-from mirrored._soundness import refuse_gradients_of_captures, varying_outputs
+from mirrored._soundness import refuse_gradients_summed_by_jax, varying_outputs
 from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
 from mirrored._values import PerReplica
 from mirrored._variable import live_variables
@@ -79,7 +79,7 @@ class _Replicated:
             # Typed as the same on all replicas, but decided by control flow that
             # differs: trace again with these results marked as varying.
             inner, jaxpr, outline = self._trace.traced(operands, hidden)
-        refuse_gradients_of_captures(inner, operand_count)
+        refuse_gradients_summed_by_jax(inner, operand_count)
         flat = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands))
         (same, stored), (own, components), flags = outline.structure.unflatten(flat)
         own = self._with_claims_kept(inner, operands, outline, own[: len(outline.own)])

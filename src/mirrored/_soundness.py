@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from mirrored import _compat
 from mirrored._errors import ContextError, GradientError
@@ -179,57 +179,102 @@ def replica_program(jaxpr: Any) -> Any:
     raise AssertionError(message)
 
 
-def refuse_gradients_of_captures(inner: Any, operand_count: int) -> None:
-    """Refuses a gradient with respect to an array the function closed over.
+def refuse_gradients_summed_by_jax(inner: Any, operand_count: int) -> None:
+    """Refuses a gradient with respect to an array that is the same on all replicas by type.
 
-    Such an array is the same on all replicas by type, so JAX sums its gradient over
-    the replicas by itself; averaged or summed again it is quietly wrong.
+    Such an array was closed over by the replica function, or made in it. JAX sums its gradient
+    over the replicas by itself; averaged or summed again, or taken for this replica's own, it
+    is quietly wrong.
     """
-    captured = {
-        _shape_of(variable)
-        for variable in inner.invars[: len(inner.invars) - operand_count]
-        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    }
-    if not captured:
+    unexplained = _Sums().of(inner, [False] * len(inner.invars), transposed=False)[0]
+    if not unexplained:
         return
-    unexplained = _unexplained_sums(inner, {}, transposed=False)
-    for shape in captured:
-        if shape in unexplained:
-            raise GradientError(
-                fact="the gradient with respect to an array that the replica function closed "
-                f"over ({shape[1]}{list(shape[0])}) was taken inside strategy.run, where JAX "
-                "sums it over the replicas by itself.",
-                expected="parameters passed to the replica function as arguments, so that "
-                "their gradient is this replica's own.",
-                hint="pass it through args: strategy.run(fn, args=(params, batch)); or use "
-                "mirrored.value_and_grad, which reduces exactly once.",
-            )
+    captured = {
+        (variable.aval.shape, variable.aval.dtype)
+        for variable in inner.invars[: len(inner.invars) - operand_count]
+    }
+    shape, dtype = min(unexplained & captured or unexplained, key=str)
+    raise GradientError(
+        fact="the gradient with respect to an array that the replica function closed over or made "
+        f"itself ({dtype}{list(shape)}) was taken inside strategy.run, where JAX sums it over the "
+        "replicas by itself.",
+        expected="parameters passed to the replica function as arguments, so that their gradient "
+        "is this replica's own.",
+        hint="pass it through args: strategy.run(fn, args=(params, batch)); mark one made inside "
+        "with mirrored.get_replica_context().own(params); or use mirrored.value_and_grad, which "
+        "reduces exactly once.",
+    )
 
 
-def _shape_of(variable: Any) -> tuple[Any, Any]:
-    return (variable.aval.shape, variable.aval.dtype)
+@final
+class _Sums:
+    """Tells the sums over replicas that differentiation inserted for no good reason.
 
-
-def _unexplained_sums(jaxpr: Any, shared: dict[Any, int], *, transposed: bool) -> set[Any]:
-    """The shapes of sums that differentiation inserted and no collective before them explains.
-
-    What a collective made is shared by all replicas as well: its gradient is summed for a good
-    reason. A collective that comes later, such as the one that averages the gradient once
-    more, explains nothing.
+    What a collective made is shared by all replicas, and so is what is computed from it alone:
+    the gradient of such a value is summed for a good reason. Each of them explains one sum of
+    its shape that comes later; a collective that averages the gradient once more explains
+    nothing, since it comes after it. It errs on the side of "explained".
     """
-    unexplained = set()
-    for equation in jaxpr.eqns:
-        backward = transposed or "transpose(" in str(equation.source_info.name_stack)
-        name = equation.primitive.name
-        if name.startswith(("psum", "all_reduce", "pmax", "pmin", "all_gather")):
-            for output in equation.outvars:
-                shape = _shape_of(output)
-                shared[shape] = shared.get(shape, 0) + (-1 if backward else 1)
-                if shared[shape] < 0:
-                    unexplained.add(shape)
+
+    def __init__(self) -> None:
+        self._shared: dict[Any, int] = {}
+
+    def of(
+        self, jaxpr: Any, from_collective: list[bool], *, transposed: bool
+    ) -> tuple[set[Any], list[bool]]:
+        """Returns what is unexplained, and which outputs were made of a collective's result."""
+        made = dict(zip(jaxpr.invars, from_collective, strict=True))
+        unexplained: set[Any] = set()
+
+        def is_made(atom: Any) -> bool:
+            return False if isinstance(atom, Literal) else made.get(atom, False)
+
+        for equation in jaxpr.eqns:
+            inputs = [is_made(atom) for atom in equation.invars]
+            backward = _is_backward(equation, transposed)
+            if equation.primitive.name.startswith((*_MAKE_EQUAL, "all_gather")):
+                unexplained |= self._collective(equation, backward=backward)
+                outputs = True
+            else:
+                outputs, below = self._below(equation, inputs, backward=backward)
+                unexplained |= below
+            for variable in equation.outvars:
+                shared = outputs and not _compat.type_varies_over_replicas(variable.aval)
+                made[variable] = shared
+                if shared and not backward:
+                    self._count(variable, 1)
+        return unexplained, [is_made(atom) for atom in jaxpr.outvars]
+
+    def _collective(self, equation: Any, *, backward: bool) -> set[Any]:
+        if not backward:
+            return set()
+        shapes = {variable: self._count(variable, -1) for variable in equation.outvars}
+        return {
+            (variable.aval.shape, variable.aval.dtype)
+            for variable, left in shapes.items()
+            if left < 0
+        }
+
+    def _below(self, equation: Any, inputs: list[bool], *, backward: bool) -> tuple[bool, set[Any]]:
+        outputs, unexplained = any(inputs), set()
         for inner in _sub_programs(equation):
-            unexplained |= _unexplained_sums(inner, shared, transposed=backward)
-    return unexplained
+            fits = len(inner.invars) == len(inputs)
+            entering = inputs if fits else [any(inputs)] * len(inner.invars)
+            found, leaving = self.of(inner, entering, transposed=backward)
+            unexplained |= found
+            outputs = outputs or any(leaving)
+        return outputs, unexplained
+
+    def _count(self, variable: Any, change: int) -> int:
+        shape = (variable.aval.shape, variable.aval.dtype)
+        self._shared[shape] = self._shared.get(shape, 0) + change
+        return self._shared[shape]
+
+
+def _is_backward(equation: Any, transposed: bool) -> bool:
+    """Whether differentiation made an equation; what jax.checkpoint computes again is not."""
+    place = str(equation.source_info.name_stack)
+    return (transposed or "transpose(" in place) and "rematted_computation" not in place
 
 
 def _sub_programs(equation: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from mirrored._workers import Workers
 from mirrored.keras import _private
 
 
@@ -33,6 +34,25 @@ _HOOKS = {
     "test": ("on_test_batch_begin", "on_test_batch_end"),
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
 }
+
+
+def common_calls(own: BatchCalls, workers: Workers | None) -> BatchCalls:
+    """Says what the callbacks of all workers want: all must run the same programs.
+
+    A callback that reads the model after each batch, on one worker only, lets all of them
+    run one step at a time.
+    """
+    if workers is None:
+        return own
+    word = workers.turn("keras/calls")
+    workers.tell(f"{word}/{workers.process_id}", own.value)
+    if workers.process_id == 0:
+        others = [
+            workers.hear(f"{word}/{number}", number) for number in range(workers.process_count)
+        ]
+        everything = BatchCalls.EVERYTHING.value
+        workers.tell(word, everything if everything in others else "")
+    return BatchCalls(workers.hear(word, 0) or own.value)
 
 
 def batch_calls(callbacks: Any, kind: str) -> BatchCalls:

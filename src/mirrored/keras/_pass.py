@@ -14,9 +14,10 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from mirrored import _workers
 from mirrored.keras import _private
 from mirrored.keras._backup import Backup
-from mirrored.keras._callbacks import BatchCalls, batch_calls
+from mirrored.keras._callbacks import BatchCalls, batch_calls, common_calls
 from mirrored.keras._chunk import Chunk
 from mirrored.keras._flight import Flight
 from mirrored.keras._interrupts import Interrupts
@@ -44,7 +45,8 @@ class Pass:
         self._placement = strategy.placement
         self._source = source
         self._interrupts = interrupts
-        self._calls = batch_calls(callbacks, kind)
+        workers = _workers.connected() if self._placement.spans_processes else None
+        self._calls = common_calls(batch_calls(callbacks, kind), workers)
         self._begin = getattr(callbacks, f"on_{kind}_batch_begin")
         self._end = getattr(callbacks, f"on_{kind}_batch_end")
         self._flight = Flight(self._placement)

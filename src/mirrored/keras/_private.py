@@ -387,3 +387,10 @@ def metric_with(model: Any, variable: Any) -> str:
             found = metric.name
             pending = list(getattr(metric, "metrics", []))
     return found
+
+
+def give_layout(variable: Any) -> None:
+    """Gives a variable just made the layout of the current scope, which names its strategy."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None and layout_of(variable) is None:
+        variable._layout = distribution.get_variable_layout(variable)

@@ -165,6 +165,8 @@ class ServedModel:
         # Made anew by each compile.
         self._marker: Any = None
         self.worker: Any = None
+        # Whether that was found of the metrics of this compilation.
+        self.metrics_add_up = False
         # How far a step moves the states of random seeds; None until one has run.
         self.seed_strides: list[np.ndarray] | None = None
 
@@ -197,6 +199,7 @@ class ServedModel:
         marker = _private.compile_marker(model)
         if changed or marker is not self._marker:
             self._marker = marker
+            self.metrics_add_up = False
             self.worker = WorkerModel(
                 model, [self._thing(w) for w in parameters], self._optimizer, self.strategy
             )

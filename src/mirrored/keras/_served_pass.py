@@ -80,7 +80,7 @@ class ServedPass:
         self._served = served(model, strategy)
         self._coordinator = ClusterCoordinator(strategy)
         self._calls = batch_calls(callbacks, kind)
-        self._checked = kind == "predict"
+        self._checked = kind == "predict" or self._served.metrics_add_up
         self._total: list[Any] = []
         self._zeros: list[np.ndarray] = []
         self._outputs: list[Any] = []
@@ -145,8 +145,8 @@ class ServedPass:
         for batch, begin, end in numbered:
             if not isinstance(self._source, WorkerData):
                 batch = jax.tree.map(np.asarray, read_rows(batch))
-                if not self._checked:
-                    self._check_metrics(batch)
+            if not self._checked:
+                self._check_metrics(source.first() if isinstance(source, WorkerData) else batch)
             group.append((batch, begin, end))
             if len(group) == size:
                 yield group
@@ -269,6 +269,7 @@ class ServedPass:
                     expected="metrics that count and sum, as those of Keras do.",
                     hint="compute it in a callback, from model.predict.",
                 )
+        self._served.metrics_add_up = True
 
 
 def one_served(model: Any, strategy: Any, kind: str, data: Any) -> Any:

@@ -53,7 +53,7 @@ class TableVariable(_private.Variable):
         super().__init__(**arguments)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
-        self._initialize_layout()
+        _private.give_layout(self)
         rows, features = self._shape
         dtype = np.dtype(self._dtype)
         tables = _TABLES.get()
