@@ -168,7 +168,7 @@ class EmbeddingTable(NestLeaf, Remote):
         >>> rows = table.pull(ids)
         >>> loss, gradient = strategy.run(step, args=(rows,))
         >>> table_optimizer.apply_gradients([(rows.gradient(gradient), table)])
-        >>> float(loss), table.numpy()[[7, 8], 0].round(3).tolist()
+        >>> float(loss), [round(float(table.numpy()[row, 0]), 3) for row in (7, 8)]
         (4.0, [0.333, 0.667])
         """
         spec = self._home.spec_of(self)
