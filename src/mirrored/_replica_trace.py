@@ -88,12 +88,6 @@ class ReplicaTrace:
             self._outer,
         )
 
-    def own_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the results that belong to a replica, without equations."""
-        outlines: list[Outline] = []
-        jax.eval_shape(self._shard_map(outlines, frozenset()), *self.operands())
-        return outlines[0].own_shapes
-
     def operands(self) -> tuple[Any, ...]:
         """The arrays of the program: values per replica, row counts, mirrored, state."""
         per_replica = list(self._arguments.per_replica.values())

@@ -17,6 +17,7 @@ from mirrored._arguments import Arguments
 from mirrored._errors import ContextError, OwnershipError, PaddingError, VariableError
 from mirrored._placement import Placement
 from mirrored._replica_trace import MIRRORED, SPLIT, Outline, ReplicaTrace
+from mirrored._row_mixing import APART, ROW_BY_ROW, mixing_outputs
 from mirrored._soundness import refuse_gradients_summed_by_jax, varying_outputs
 from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
 from mirrored._values import PerReplica
@@ -84,7 +85,7 @@ class _Replicated:
         (same, stored), (own, components), flags = outline.structure.unflatten(flat)
         own = self._with_claims_kept(inner, operands, outline, own[: len(outline.own)])
         self._store(outline, stored, components, flags)
-        per_row = self._per_row_outputs(outline)
+        per_row = self._per_row_outputs(inner, operands, outline)
         counts = self._arguments.row_counts
         outputs = list(outline.leaves)
         for index, value in zip(outline.same, same, strict=True):
@@ -166,7 +167,7 @@ class _Replicated:
         if agree is not None and outline.rows is not None and outline.rows.asked:
             self._outer.checks.append((agree, _require_agreement))
 
-    def _per_row_outputs(self, outline: Outline) -> set[int]:
+    def _per_row_outputs(self, inner: Any, operands: tuple[Any, ...], outline: Outline) -> set[int]:
         """Finds the outputs whose rows are the rows of a padded batch.
 
         They are those that grow by a row when the batch does.
@@ -175,7 +176,8 @@ class _Replicated:
         if rows is None or not rows.padded:
             return set()
         asked = rows.asked
-        after = self._shapes_with_one_more_row()
+        longer = self._with_one_more_row()
+        after = None if longer is None else longer[1].own_shapes
         per_row = {
             number
             for number, before in enumerate(outline.own_shapes)
@@ -187,22 +189,33 @@ class _Replicated:
         }
         others = len(outline.same) + len(outline.own) - len(per_row)
         if not asked and (others or outline.written or outline.written_own):
-            self._refuse_padding(rows)
+            self._refuse_padding(rows, "nothing in it asks which")
+        if not asked and longer is not None:
+            batch = len(operands[0])
+            captured = len(inner.invars) - len(jax.tree.leaves(operands))
+            states = [APART] * captured + [ROW_BY_ROW] * batch
+            states += [APART] * (len(inner.invars) - len(states))
+            first_own = len(outline.same) + len(outline.written)
+            mixing = mixing_outputs(inner, longer[0], states)[first_own:]
+            if any(mixing[number] for number in per_row):
+                self._refuse_padding(rows, "it combines rows with each other")
         return per_row
 
-    def _shapes_with_one_more_row(self) -> list[tuple[int, ...]] | None:
+    def _with_one_more_row(self) -> tuple[Any, Outline] | None:
+        """The program, and what was learned, for a batch of one row more."""
         longer = self._trace.with_arguments(self._arguments.with_one_more_row())
         try:
-            return longer.own_shapes()
+            inner, _, outline = longer.traced(longer.operands(), frozenset())
         except Exception:  # noqa: BLE001 (any failure means: the function fixes its row count)
             return None
+        return inner, outline
 
-    def _refuse_padding(self, rows: _replica.RowValidity) -> None:
+    def _refuse_padding(self, rows: _replica.RowValidity, why: str) -> None:
         name = getattr(self._function, "__qualname__", repr(self._function))
         raise PaddingError(
             fact=f"{name} was given a batch that does not split evenly over "
             f"{self._placement.replica_count} replicas, so some of its {rows.row_count} rows a "
-            "replica are padding, and nothing in it asks which.",
+            f"replica are padding, and {why}.",
             expected="a loss that leaves the padded rows out.",
             hint="use mirrored.mean(per_example_loss) for the loss (exact on every batch), weight "
             "rows by mirrored.get_replica_context().example_weights, or pass remainder='drop' to "
