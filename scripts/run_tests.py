@@ -87,16 +87,21 @@ class Runs:
                 process.terminate()
 
 
+def closing_line(output: str) -> str:
+    """How pytest says it went; what processes of tests print may come after it."""
+    found = re.findall(r"^=+ (.* in [0-9.]+s\b.*?) =+$", output, re.MULTILINE)
+    return found[-1] if found else "no tests"
+
+
 def counted(outcome: str, output: str) -> int:
-    """How many tests a group's last line says came out so."""
-    return sum(map(int, re.findall(rf"(\d+) {outcome}\b", output[-500:].rpartition("\n=")[2])))
+    """How many tests of a group came out so."""
+    return sum(map(int, re.findall(rf"(\d+) {outcome}\b", closing_line(output))))
 
 
 def summary(name: str, output: str) -> str:
     """The lines of a group's output that are worth a look although all passed."""
     skipped = re.findall(r"^SKIPPED .*$", output, re.MULTILINE)
-    last = output.strip().splitlines()[-1].strip("= ") if output.strip() else ""
-    return "\n".join([f"--- {name}: {last}", *skipped])
+    return "\n".join([f"--- {name}: {closing_line(output)}", *skipped])
 
 
 def main() -> int:
