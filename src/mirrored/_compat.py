@@ -7,6 +7,7 @@ else in the package imports from ``jax._src``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -105,6 +106,15 @@ def scan_operand_counts(params: Any) -> tuple[int, int]:
 def open_program(program: Any) -> Any:
     """The equations' holder of a traced (sub)program, which older JAX wraps once more."""
     return getattr(program, "jaxpr", program)
+
+
+def programs_in(params: dict[str, Any]) -> Iterator[Any]:
+    """Yields every program among the parameters of an equation: branches, bodies, calls."""
+    for parameter in params.values():
+        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            inner = open_program(candidate)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 # --- several processes ----------------------------------------------------------

@@ -8,7 +8,6 @@ not mix": what it cannot follow (rows picked by index, programs of another form)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import Literal
@@ -67,7 +66,9 @@ def _follow(program: Any, longer: Any, inputs: list[int]) -> list[int] | None:
 def _below(equation: Any, grown: Any, states: list[int]) -> int | None:
     """What comes out of the programs that an equation calls."""
     worst = APART
-    for inner, longer in zip(_programs(equation), _programs(grown), strict=False):
+    for inner, longer in zip(
+        _compat.programs_in(equation.params), _compat.programs_in(grown.params), strict=False
+    ):
         fits = len(inner.invars) == len(states)
         entering = states if fits else [max(states)] * len(inner.invars)
         if equation.primitive.name == "scan":
@@ -80,14 +81,6 @@ def _below(equation: Any, grown: Any, states: list[int]) -> int | None:
             return None
         worst = max([worst, *found])
     return worst
-
-
-def _programs(equation: Any) -> Iterator[Any]:
-    for parameter in equation.params.values():
-        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = _compat.open_program(candidate)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def _rows_of(atom: Any, grown: Any) -> set[int]:

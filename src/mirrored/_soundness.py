@@ -10,7 +10,6 @@ gradients that JAX has summed behind the user's back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, final
 
 from jax.extend.core import Literal
@@ -257,7 +256,7 @@ class _Sums:
 
     def _below(self, equation: Any, inputs: list[bool], *, backward: bool) -> tuple[bool, set[Any]]:
         outputs, unexplained = any(inputs), set()
-        for inner in _sub_programs(equation):
+        for inner in _compat.programs_in(equation.params):
             fits = len(inner.invars) == len(inputs)
             entering = inputs if fits else [any(inputs)] * len(inner.invars)
             found, leaving = self.of(inner, entering, transposed=backward)
@@ -275,12 +274,3 @@ def _is_backward(equation: Any, transposed: bool) -> bool:
     """Whether differentiation made an equation; what jax.checkpoint computes again is not."""
     place = str(equation.source_info.name_stack)
     return (transposed or "transpose(" in place) and "rematted_computation" not in place
-
-
-def _sub_programs(equation: Any) -> Iterator[Any]:
-    """Yields every program inside an equation's parameters."""
-    for parameter in equation.params.values():
-        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = _compat.open_program(candidate)
-            if hasattr(inner, "eqns"):
-                yield inner

@@ -9,7 +9,6 @@ of "differs".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import Literal
@@ -66,7 +65,7 @@ def _through(equation: Any, bits: list[int]) -> list[int]:
     if called is not None:
         return output_dependence(called, bits)
     combined = _union(bits)
-    if _is_source(equation) or any(_has_source(inner) for inner in _inner(params)):
+    if _is_source(equation) or any(_has_source(inner) for inner in _compat.programs_in(params)):
         combined |= REPLICA
     return [combined] * len(equation.outvars)
 
@@ -148,7 +147,7 @@ def _write_refs(equation: Any, bits: list[int], known: dict[Any, int]) -> None:
         return
     written = _union(bits)
     if equation.primitive.name not in _REF_WRITES and any(
-        _has_source(inner) for inner in _inner(equation.params)
+        _has_source(inner) for inner in _compat.programs_in(equation.params)
     ):
         written |= REPLICA
     for atom in equation.invars:
@@ -191,17 +190,9 @@ def _has_source(jaxpr: Any) -> bool:
         )
         if differs and _is_source(equation):
             return True
-        if any(_has_source(inner) for inner in _inner(equation.params)):
+        if any(_has_source(inner) for inner in _compat.programs_in(equation.params)):
             return True
     return False
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    for parameter in params.values():
-        for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            inner = _compat.open_program(candidate)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def _union(bits: Any) -> int:
