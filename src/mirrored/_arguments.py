@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mirrored import _compat, _replica
 from mirrored._placement import Placement
-from mirrored._program import is_array_like
+from mirrored._signature import is_array_like
 from mirrored._values import PerReplica, flatten
 
 
