@@ -42,6 +42,13 @@ class Arguments:
         }
         return longer
 
+    def are_batches(self) -> list[bool]:
+        """Says of each per-replica value whether its rows are those of a batch."""
+        return [
+            value.stacked.ndim > 1 and (value.is_batch or value.row_counts is not None)
+            for value in self.per_replica.values()
+        ]
+
     def rebuild(self, values: dict[int, Any]) -> tuple[Any, Any]:
         """Puts this replica's values in place of the leaves."""
         leaves = list(self._leaves)
