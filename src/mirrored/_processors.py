@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 
-import jax
+from mirrored import _compat
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TIMEOUT_FLAG = "--xla_cpu_collective_timeout_seconds"
@@ -77,8 +77,7 @@ def share_processors(
             continue
     if sharing < 2:
         return
-    # JAX's option is set in the program, or by JAX_NUM_CPU_DEVICES; -1 is what it is without.
-    devices = max(asked_cpu_devices(environment), jax.config.jax_num_cpu_devices)
+    devices = max(asked_cpu_devices(environment), _compat.configured_cpu_devices())
     # Several devices of one process wait for each other, so each needs its threads.
     least = 2 * devices if devices > 1 else 1
     environment["NPROC"] = str(max(len(own) // sharing, least))
