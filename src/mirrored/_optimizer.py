@@ -143,7 +143,7 @@ class Optimizer:
                 assert self._shards is not None
                 self._state = self._shards.build(values, placement, self.name)
             else:
-                state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
+                state = placement.computed(self._tx.init, placement.mirrored, values)
                 self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
         for variable in jax.tree.leaves(self._state, is_leaf=is_object_leaf):
             variable.role = OPTIMIZER_STATE
