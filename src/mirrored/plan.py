@@ -265,12 +265,20 @@ def plan(strategy: Strategy, step: Callable[..., Any], *args: Any) -> Plan:
     shapes = _shapes(placement, args)
     lowerable = step if isinstance(step, (jax.stages.Wrapped, Function)) else jax.jit(step)
     start = time.perf_counter()
-    compiled = lowerable.lower(*shapes).compile()
+    compiled = lowerable.lower(*shapes).compile(compiler_options=_compiler_options(placement))
     seconds = time.perf_counter() - start
     name = getattr(step, "__name__", type(step).__name__)
     facts = facts_of(name, compiled.as_text() or "", compiled.memory_analysis(), _cost(compiled))
     memory = with_program_memory(_sizes(step, shapes), facts)
     return Plan(name, placement.describe(), facts, memory, seconds)
+
+
+def _compiler_options(placement: Placement) -> dict[str, Any] | None:
+    # Each GPU that is not there counts as a process of its own, and by default XLA shares the
+    # tuning of kernels out among processes and waits for what the others found: for ever here.
+    if placement.devices[0].platform == "gpu" and placement.spans_processes:
+        return {"xla_gpu_shard_autotuning": False}
+    return None
 
 
 def _sizes(step: Any, shapes: tuple[Any, ...]) -> dict[str, int]:
