@@ -394,3 +394,18 @@ def test_another_backend_is_an_error_with_the_line_to_set():
     assert result.returncode == 1
     assert 'os.environ["KERAS_BACKEND"] = "jax"' in result.stderr
     assert "Keras runs on numpy" in result.stderr
+
+
+def test_a_model_built_by_its_first_batch_is_fitted_again():
+    """Its input layer, made after ``compile``, is no change that would deserve a warning."""
+    with mirrored.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    fit(model)
+    fit(model)
+    model.layers[0].trainable = False
+    with (
+        pytest.warns(UserWarning, match="trainable"),
+        pytest.raises(ValueError, match="optimizer was built"),
+    ):
+        fit(model)

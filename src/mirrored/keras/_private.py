@@ -105,7 +105,14 @@ def require_compiled(model: Any, method: str) -> None:
 
 
 def warn_if_trainable_changed(model: Any) -> None:
-    """Lets Keras warn about ``trainable`` set after ``compile``."""
+    """Lets Keras warn about ``trainable`` set after ``compile``.
+
+    It takes layers that came to be since then for changed ones, such as the input layer
+    of a Sequential model that was built by its first batch.
+    """
+    known = getattr(model, "_compiled_trainable_state", {})
+    for layer in model._flatten_layers():
+        known.setdefault(layer, layer.trainable)
     getattr(model, "_warn_if_trainable_state_changed", lambda: None)()
 
 
