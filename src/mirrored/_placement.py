@@ -23,11 +23,21 @@ Device = Any
 
 @final
 class Placement:
-    """The devices of a strategy as a mesh with one axis, ``replica``."""
+    """The devices of a strategy as a mesh with one axis, ``replica``.
 
-    def __init__(self, devices: Sequence[Device], owner_name: str) -> None:
+    Args:
+      devices: one for each replica.
+      owner_name: whose they are, for messages.
+      only_compiles: whether nothing can live on them, since they are there to compile
+        for: what would be an array is its shape then.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], owner_name: str, *, only_compiles: bool = False
+    ) -> None:
         self.devices = tuple(devices)
         self.owner_name = owner_name
+        self.only_compiles = only_compiles
         self.mesh = _compat.make_mesh(np.array(self.devices, dtype=object))
         self.replica_count = len(self.devices)
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
@@ -61,6 +71,8 @@ class Placement:
         Over several processes worker 0's value is taken; with ``must_agree`` another
         worker that has another value raises.
         """
+        if self.only_compiles:
+            return self.shape_of(value, self.mirrored)
         if isinstance(value, jax.Array) and value.sharding == self.mirrored:
             return jax.numpy.copy(value)
         if self.spans_processes:
@@ -98,8 +110,19 @@ class Placement:
         ]
         return jax.make_array_from_single_device_arrays(array.shape, self.mirrored, shards)
 
+    def shape_of(self, value: Any, sharding: Any) -> Any:
+        """Describes the array that ``value`` would be on these devices."""
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    def computed(self, make: Any, sharding: Any, *args: Any) -> Any:
+        """Calls ``make`` in one compiled program whose results live under ``sharding``."""
+        program = jax.jit(make, out_shardings=sharding)
+        return program.eval_shape(*args) if self.only_compiles else program(*args)
+
     def stack(self, components: Sequence[Any]) -> jax.Array:
         """Places one equally shaped component on each device, as one array (R, ...)."""
+        if self.only_compiles:
+            return self.shape_of(jax.eval_shape(jax.numpy.stack, list(components)), self.split)
         if len(self.local_replica_ids) == self.replica_count:
             if any(isinstance(component, jax.Array) for component in components):
                 stacked = jax.numpy.stack([jax.numpy.asarray(part) for part in components])

@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from mirrored import _compat, _context, _objects, _workers
 from mirrored._captures import ByIdentity, Captures
-from mirrored._errors import OwnershipError
+from mirrored._errors import DeviceError, OwnershipError
 from mirrored._placement import Placement
 from mirrored._values import PerReplica, is_object_leaf, refuse_other_devices
 from mirrored._variable import Variable, live_variables, return_lent
@@ -36,7 +36,8 @@ _MOST_PROGRAMS = 128
 
 def is_array_like(leaf: Any) -> bool:
     """Says whether a leaf is data (traced) rather than a Python constant."""
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+    # A shape stands for an array where a program is lowered and not called.
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
     return isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool)
 
@@ -46,6 +47,8 @@ def signature_of(leaf: Any) -> Any:
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
         return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return (leaf.shape, leaf.dtype, leaf.weak_type)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype != object:
         return (leaf.shape, _canonical(leaf.dtype), False)
     if isinstance(leaf, _TRACED_NUMBERS) and not isinstance(leaf, bool):
@@ -237,6 +240,17 @@ class _Compiled:
         """The variables the program reads or writes."""
         return [*self._outline.written, *self._outline.read_only]
 
+    def require_devices(self, name: str) -> None:
+        """Refuses to be called where nothing can run."""
+        placement = self._outline.placement
+        if placement is not None and placement.only_compiles:
+            raise DeviceError(
+                fact=f"{name!r} was called on {placement.describe()}, which is there to compile "
+                "for.",
+                expected="mirrored.plan.plan(strategy, step, *args), which runs nothing.",
+                hint="to train, make strategy and variables over devices that are there.",
+            )
+
     def lower(self, leaves: list[Any], objects: _objects.Held) -> Any:
         """Lowers the program with its variables' current values, for inspection."""
         return self._program.lower(*self._arguments(leaves, objects))
@@ -247,7 +261,7 @@ class _Compiled:
         if placement is not None:
             for index, leaf in enumerate(dynamic):
                 sharding = getattr(leaf, "sharding", None)
-                if sharding is None or sharding is placement.split:
+                if sharding is None or sharding is placement.split or placement.only_compiles:
                     continue
                 if leaf.committed and sharding.device_set != placement.device_set:
                     if getattr(sharding, "spec", None) == placement.split.spec:
@@ -360,6 +374,7 @@ class Programs:
                 return recent.compiled(arrays, _objects.NONE)
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
         compiled, captures = self._find(leaves, treedef, objects)
+        compiled.require_devices(getattr(self._watched, "__name__", type(self._watched).__name__))
         result = compiled(leaves, objects)
         self._recent = None if kwargs else _Recent.of(args, compiled, captures)
         return result
