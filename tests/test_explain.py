@@ -19,7 +19,7 @@ from flax import nnx
 
 import mirrored
 import mirrored.nnx
-from mirrored._compiled import Collective, collectives_of, is_collective
+from mirrored._compiled import Collective, collectives_of, facts_of, is_collective
 from mirrored._timeline import _length, _read
 
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
@@ -267,6 +267,13 @@ def test_the_collectives_of_a_program_as_text():
     assert is_collective("all-reduce.7")
     assert is_collective("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)")
     assert not is_collective("multiply_all-reduce_fusion")
+
+
+def test_arithmetic_that_a_library_does_is_not_known():
+    cost = {"flops": 12.0}
+    assert facts_of("step", "%d = f32[2] dot(%a, %b)", None, cost).flops == 12.0
+    call = '%g = (f32[2], s8[9]) custom-call(%a, %b), custom_call_target="__cublas$gemm"'
+    assert facts_of("step", call, None, cost).flops is None
 
 
 def events(*told):

@@ -98,13 +98,13 @@ def with_variables(problem: Problem, compiler_options: dict[str, Any]) -> Step:
             for name, value in problem.statistics.items()
         }
         optimizer = mirrored.Optimizer(problem.tx)
-    names, variables = list(weights), list(weights.values())
+    names, variables, loss_of = list(weights), list(weights.values()), problem.loss_fn
 
     def replica_step(*batch):
         def loss_fn():
             values = dict(zip(names, (variable.value for variable in variables)))
             before = {name: variable.value for name, variable in statistics.items()}
-            return problem.loss_fn(values, before, *batch)
+            return loss_of(values, before, *batch)
 
         (loss, after), gradients = mirrored.value_and_grad(loss_fn, variables, has_aux=True)
         optimizer.apply_gradients(zip(gradients, variables))

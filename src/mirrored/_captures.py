@@ -54,6 +54,15 @@ class Captures:
                 return self.changed() is None
         return True
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all there is to watch is watched; of functions that use too much, some is not."""
+        return len(self._watches) < _MOST_WATCHES
+
+    def values(self) -> list[Any]:
+        """What was captured or bound, without what these hold."""
+        return [*self._bound, *(value for _, _, value in self._watches if value is not _MISSING)]
+
     def changed(self) -> str | None:
         """Returns what was rebound since the snapshot, in words, or None."""
         for holder, name, before in self._watches:

@@ -18,6 +18,9 @@ _COLLECTIVE = re.compile(
 )
 _SHAPE = re.compile(r"(?P<dtype>pred|[a-z]+(?P<bits>\d+)[a-z0-9]*)\[(?P<dimensions>[0-9,]*)\]")
 
+# Calls of cuBLAS, cuDNN, oneDNN and the like, whose arithmetic XLA's analysis takes for nothing.
+_LIBRARY_CALL = re.compile(r'custom_call_target="__(cublas|cudnn|onednn|triton|cusolver|cutlass)')
+
 # In the names XLA gives operations, and NCCL and RCCL give kernels.
 _COLLECTIVE_NAMES = (
     "all-reduce",
@@ -60,7 +63,8 @@ class ProgramFacts:
     Attributes:
       name: the name of the program.
       collectives: by kind.
-      flops: floating-point operations of one run, or None where XLA does not count them.
+      flops: floating-point operations of one run, or None where XLA does not count them: a
+        program whose products are done by a library's kernels, as on GPUs.
       arguments: the size of what goes in.
       donated: the part of it whose memory the results take over.
       outputs: the size of what comes out, donated or not.
@@ -92,7 +96,7 @@ def facts_of(name: str, text: str, memory: Any, cost: Any) -> ProgramFacts:
     """
     if isinstance(cost, (list, tuple)):
         cost = cost[0] if cost else None
-    flops = None if cost is None else cost.get("flops")
+    flops = None if cost is None or _LIBRARY_CALL.search(text) else cost.get("flops")
 
     def size(what: str) -> int:
         return 0 if memory is None else int(getattr(memory, f"{what}_size_in_bytes"))

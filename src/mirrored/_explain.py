@@ -12,7 +12,6 @@ import collections
 import contextlib
 import inspect
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,7 +58,7 @@ def explain_step(
     with objects.kept():
         calls = _Calls(step, args)
         calls.warm_up()
-        host = statistics.median(calls.host_seconds() for _ in range(min(steps, _MOST_TRIALS)))
+        host = min(calls.host_seconds() for _ in range(min(steps, _MOST_TRIALS)))
         wall = calls.seconds(steps)
         timeline = record(calls.prepared(steps))
         programs = [] if timeline is None else _programs(placement, timeline)
@@ -132,8 +131,10 @@ class _Calls:
         return run
 
     def host_seconds(self) -> float:
-        """How long the call itself takes, with idle devices."""
-        args = self._fresh()
+        """How long the call itself takes, with devices that have room for it."""
+        before, args = self._fresh(), self._fresh()
+        # The first call after a wait finds cold caches, as none does in a loop.
+        self._step(*before)
         start = time.perf_counter()
         result = self._step(*args)
         seconds = time.perf_counter() - start
@@ -233,14 +234,9 @@ class _Objects:
 
     def memory(self) -> dict[str, int]:
         """The bytes on each device, by what they are for."""
-        sizes: collections.Counter[str] = collections.Counter()
-        for variable in self._variables:
-            sizes[variable.role] += _device_bytes(variable.storage)
+        sizes = collections.Counter(state_sizes(self._variables, self._taken))
         for variable, role in self._foreign():
             sizes[role] += _device_bytes(variable.value)
-        if self._taken is not None:
-            for array, role in zip(self._taken.arrays, self._taken.roles(), strict=True):
-                sizes[role] += _device_bytes(array)
         plain = OTHER_STATE if self._variables or self._owner is not None else PARAMETERS
         placed = jax.tree.map(
             lambda leaf: leaf.placed(self._placement) if isinstance(leaf, PerReplica) else leaf,
@@ -303,6 +299,17 @@ def role_sizes(args: Any, plain: str = PARAMETERS) -> dict[str, int]:
         elif isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             sizes[OPTIMIZER_STATE if inside_optax else plain] += _device_bytes(leaf)
     return {role: sizes[role] for role in _ROLES if sizes[role]}
+
+
+def state_sizes(variables: Iterable[Variable], taken: _objects.Taken | None) -> dict[str, int]:
+    """The bytes on each device of Variables and of objects taken apart, by what they are for."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for variable in variables:
+        sizes[variable.role] += _device_bytes(variable.storage)
+    if taken is not None:
+        for array, role in zip(taken.arrays, taken.roles(), strict=True):
+            sizes[role] += _device_bytes(array)
+    return dict(sizes)
 
 
 def _is_leaf(leaf: Any) -> bool:

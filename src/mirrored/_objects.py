@@ -166,6 +166,9 @@ class Held:
         taken = self._taken
         if taken is None:
             return [], []
+        if placement is not None and placement.only_compiles:
+            shapes = [placement.mirror(array) for array in taken.arrays]
+            return [shapes[number] for number in changed], [shapes[number] for number in unchanged]
         if placement is not None:
             mirrored = placement.mirrored
             # No name may hold an array here: held by somebody, it would not be donated.

@@ -143,7 +143,7 @@ class Optimizer:
                 assert self._shards is not None
                 self._state = self._shards.build(values, placement, self.name)
             else:
-                state = jax.jit(self._tx.init, out_shardings=placement.mirrored)(values)
+                state = placement.computed(self._tx.init, placement.mirrored, values)
                 self._state = jax.tree_util.tree_map_with_path(self._state_variable, state)
         for variable in jax.tree.leaves(self._state, is_leaf=is_object_leaf):
             variable.role = OPTIMIZER_STATE
@@ -192,13 +192,16 @@ class Optimizer:
                 hint="move the line that creates the optimizer inside `with strategy.scope():`.",
             )
 
-    def apply_gradients(self, gradients_and_variables: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Updates the variables by one step.
+
+        Args:
+          grads_and_vars: pairs of (gradient, variable), the same variables in every step.
 
         Inside ``strategy.run`` gradients that still vary are reduced first, all in one
         collective; reduced ones are left alone.
         """
-        pairs = list(gradients_and_variables)
+        pairs = list(grads_and_vars)
         if not pairs:
             raise ArgumentError(
                 fact="apply_gradients was given no gradients.",

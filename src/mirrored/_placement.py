@@ -7,9 +7,7 @@ devices, in which order, and where a mirrored or a per-replica array belongs.
 from __future__ import annotations
 
 import functools
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -25,11 +23,21 @@ Device = Any
 
 @final
 class Placement:
-    """The devices of a strategy as a mesh with one axis, ``replica``."""
+    """The devices of a strategy as a mesh with one axis, ``replica``.
 
-    def __init__(self, devices: Sequence[Device], owner_name: str) -> None:
+    Args:
+      devices: one for each replica.
+      owner_name: whose they are, for messages.
+      only_compiles: whether nothing can live on them, since they are there to compile
+        for: what would be an array is its shape then.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], owner_name: str, *, only_compiles: bool = False
+    ) -> None:
         self.devices = tuple(devices)
         self.owner_name = owner_name
+        self.only_compiles = only_compiles
         self.mesh = _compat.make_mesh(np.array(self.devices, dtype=object))
         self.replica_count = len(self.devices)
         self.mirrored = NamedSharding(self.mesh, PartitionSpec())
@@ -52,12 +60,19 @@ class Placement:
         """Whether some of the devices belong to other processes."""
         return len(self.local_replica_ids) < self.replica_count
 
+    @property
+    def sends_one_by_one(self) -> bool:
+        """Whether each array of a combined collective is sent by itself (Gloo, between CPUs)."""
+        return self.spans_processes and self.devices[0].platform == "cpu"
+
     def mirror(self, value: Any, what: str = "a value", *, must_agree: bool = False) -> jax.Array:
         """Puts an equal copy of ``value`` on every device; never aliases the input.
 
         Over several processes worker 0's value is taken; with ``must_agree`` another
         worker that has another value raises.
         """
+        if self.only_compiles:
+            return self.shape_of(value, self.mirrored)
         if isinstance(value, jax.Array) and value.sharding == self.mirrored:
             return jax.numpy.copy(value)
         if self.spans_processes:
@@ -95,8 +110,19 @@ class Placement:
         ]
         return jax.make_array_from_single_device_arrays(array.shape, self.mirrored, shards)
 
+    def shape_of(self, value: Any, sharding: Any) -> Any:
+        """Describes the array that ``value`` would be on these devices."""
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    def computed(self, make: Any, sharding: Any, *args: Any) -> Any:
+        """Calls ``make`` in one compiled program whose results live under ``sharding``."""
+        program = jax.jit(make, out_shardings=sharding)
+        return program.eval_shape(*args) if self.only_compiles else program(*args)
+
     def stack(self, components: Sequence[Any]) -> jax.Array:
         """Places one equally shaped component on each device, as one array (R, ...)."""
+        if self.only_compiles:
+            return self.shape_of(jax.eval_shape(jax.numpy.stack, list(components)), self.split)
         if len(self.local_replica_ids) == self.replica_count:
             if any(isinstance(component, jax.Array) for component in components):
                 stacked = jax.numpy.stack([jax.numpy.asarray(part) for part in components])
@@ -127,25 +153,6 @@ def device_name(device: Device) -> str:
 def accelerators_or_cpus() -> list[Device]:
     """Lists this process's accelerators, or its CPU devices where there are none."""
     return jax.local_devices()
-
-
-def cpu_environment(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that make a process show ``count`` virtual CPU devices.
-
-    They also give XLA's CPU thread pool enough threads: with fewer than two a device,
-    programs with collectives hang.
-    """
-    flag = "--xla_force_host_platform_device_count"
-    flags = re.sub(rf"{flag}=\d+", "", environment.get("XLA_FLAGS", "")).split()
-    threads = max(os.cpu_count() or 1, 2 * count)
-    set_before = environment.get("NPROC", "")
-    if set_before.isdigit():
-        threads = max(threads, int(set_before))
-    return {
-        "XLA_FLAGS": " ".join([*flags, f"{flag}={count}"]),
-        "NPROC": str(threads),
-        "JAX_PLATFORMS": "cpu",
-    }
 
 
 @functools.cache

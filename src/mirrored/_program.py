@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mirrored import _context, _objects, _workers
-from mirrored._errors import OwnershipError
+from mirrored._errors import DeviceError, OwnershipError
 from mirrored._placement import Placement
 from mirrored._signature import is_array_like, is_python_number
 from mirrored._values import is_object_leaf, refuse_other_devices
@@ -192,6 +192,17 @@ class Program:
         """The variables the program reads or writes."""
         return [*self._outline.written, *self._outline.read_only]
 
+    def require_devices(self, name: str) -> None:
+        """Refuses to be called where nothing can run."""
+        placement = self._outline.placement
+        if placement is not None and placement.only_compiles:
+            raise DeviceError(
+                fact=f"{name!r} was called on {placement.describe()}, which is there to compile "
+                "for.",
+                expected="mirrored.plan.plan(strategy, step, *args), which runs nothing.",
+                hint="to train, make strategy and variables over devices that are there.",
+            )
+
     def data_among(self, leaves: list[Any]) -> list[Any]:
         """Picks those leaves of the arguments that are data of the program."""
         return [leaves[place] for place in self._places]
@@ -222,7 +233,7 @@ class Program:
     def _inputs(self, data: list[Any], objects: _objects.Held) -> tuple[Any, Any, list[Any]]:
         outline = self._outline
         placement = outline.placement
-        if placement is not None:
+        if placement is not None and not placement.only_compiles:
             split = placement.split
             for index, value in enumerate(data):
                 sharding = getattr(value, "sharding", None)

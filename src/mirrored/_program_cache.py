@@ -125,6 +125,7 @@ class Programs:
         """Runs the program for these arguments, tracing it first if it must be."""
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
         program, captures = self._find(leaves, treedef, objects)
+        program.require_devices(getattr(self._watched, "__name__", type(self._watched).__name__))
         result = program.run(program.data_among(leaves), objects)
         self._latest = None if kwargs else _Latest.of(args, program, captures)
         return result

@@ -41,7 +41,7 @@ class StateShards:
         shardings = [
             placement.split if divided else placement.mirrored for divided in sharded.is_divided
         ]
-        leaves = jax.jit(init, out_shardings=shardings)(values)
+        leaves = placement.computed(init, shardings, values)
         example = jax.eval_shape(self._tx.init, values)
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(example)[0]]
         variables = []

@@ -26,7 +26,8 @@ def is_python_number(leaf: Any) -> bool:
 
 def is_array_like(leaf: Any) -> bool:
     """Says whether a leaf is data (traced) rather than a Python constant."""
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+    # A shape stands for an array where a program is lowered and not called.
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
     return is_python_number(leaf)
 
@@ -36,6 +37,8 @@ def signature_of(leaf: Any) -> Any:
     # The same for NumPy and JAX arrays: only shapes and dtypes make a new trace.
     if isinstance(leaf, jax.Array):
         return (leaf.shape, leaf.dtype, leaf.aval.weak_type)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return (leaf.shape, leaf.dtype, leaf.weak_type)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype != object:
         return (leaf.shape, _canonical(leaf.dtype), False)
     if is_python_number(leaf):

@@ -41,7 +41,7 @@ _MOST_FUNCTIONS = 128
 class ValueContext:
     """What ``distribute_values_from_function`` tells its function about a replica."""
 
-    def __init__(self, replica_id_in_sync_group: int, num_replicas_in_sync: int) -> None:
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
         self.replica_id_in_sync_group = replica_id_in_sync_group
         self.num_replicas_in_sync = num_replicas_in_sync
 

@@ -96,12 +96,15 @@ class Variable(NestLeaf, ReadsAsArray):
         self.aggregation = VariableAggregation.parse(aggregation)
         self.placement: Placement = context.placement or default_placement()
         self.created_at = errors.caller()
-        value = initial_value() if callable(initial_value) else initial_value
-        if isinstance(value, Variable):
-            value = value.read(lend=False)
-        if _compat.is_traced(value) or _compat.a_program_is_being_staged():
-            raise errors.created_in_trace(self.name)
-        value = jnp.asarray(value, dtype=dtype)
+        if self.placement.only_compiles:
+            value = _shape_of(initial_value, dtype)
+        else:
+            value = initial_value() if callable(initial_value) else initial_value
+            if isinstance(value, Variable):
+                value = value.read(lend=False)
+            if _compat.is_traced(value) or _compat.a_program_is_being_staged():
+                raise errors.created_in_trace(self.name)
+            value = jnp.asarray(value, dtype=dtype)
         self._check_aggregation(value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
@@ -181,6 +184,8 @@ class Variable(NestLeaf, ReadsAsArray):
                 # As a key that enters as an argument: replicas must not share it.
                 return fold_in_replica(stored, communicator)
             return communicator.own(stored)
+        if self.placement.only_compiles:
+            raise errors.only_compiled_for(self.name, "read", self.placement)
         if self.on_read:
             return self._aggregated(self.storage)
         if lend:
@@ -262,6 +267,8 @@ class Variable(NestLeaf, ReadsAsArray):
         slot = self._slot(context, "written")
         value = self._checked(action, value)
         if slot is None:
+            if self.placement.only_compiles:
+                raise errors.only_compiled_for(self.name, "written", self.placement)
             self.storage = self._placed(self._written_across(action, self.storage, value, combine))
             return self
         value = jax.lax.stop_gradient(value)
@@ -356,6 +363,8 @@ class Variable(NestLeaf, ReadsAsArray):
     def _spread(self, value: Any) -> Any:
         """Makes the stacked components whose aggregate is ``value``."""
         count = self.placement.replica_count
+        if self.placement.only_compiles and not _compat.is_traced(value):
+            return self.placement.stack([value] * count)
         if self.placement.spans_processes and not _compat.is_traced(value):
             # Worker 0's value, as for every variable.
             value = np.asarray(self.placement.mirror(value, f"variable {self.name!r}"))
@@ -417,6 +426,17 @@ class Variable(NestLeaf, ReadsAsArray):
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise errors.not_copyable(self.name)
+
+
+def _shape_of(initial_value: Any, dtype: Any) -> Any:
+    """What a variable needs to know of its value where nothing is ever computed."""
+    if isinstance(initial_value, Variable):
+        return jax.ShapeDtypeStruct(initial_value.shape, dtype or initial_value.dtype)
+    if callable(initial_value):
+        return jax.eval_shape(lambda: jnp.asarray(initial_value(), dtype=dtype))
+    if isinstance(initial_value, (list, tuple)):
+        initial_value = np.asarray(initial_value)
+    return jax.eval_shape(lambda value: jnp.asarray(value, dtype=dtype), initial_value)
 
 
 def _cast(value: Any, dtype: Any) -> Any:

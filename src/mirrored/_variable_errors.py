@@ -9,7 +9,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mirrored._errors import ArgumentError, ContextError, OwnershipError, VariableError
+from mirrored._errors import (
+    ArgumentError,
+    ContextError,
+    DeviceError,
+    OwnershipError,
+    VariableError,
+)
 from mirrored._placement import Placement, default_placement
 from mirrored._types import VariableAggregation
 
@@ -57,6 +63,16 @@ def frozen(name: str, action: str) -> ContextError:
         "transformation that compiles), which would freeze its value.",
         expected="variables used inside mirrored.function or strategy.run, or eagerly.",
         hint="replace @jax.jit by @mirrored.function, or pass variable.value as an argument.",
+    )
+
+
+def only_compiled_for(name: str, action: str, placement: Placement) -> DeviceError:
+    """A variable used where a value would be needed, on devices that only serve to compile."""
+    return DeviceError(
+        fact=f"variable {name!r} was {action}, and has no value: {placement.describe()} is there "
+        "to compile for.",
+        expected="its use in a step that mirrored.plan.plan compiles.",
+        hint="to train, make it in the scope of a strategy over devices that are there.",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 import keras
 
-from mirrored._errors import ContextError
+from mirrored._errors import ContextError, DeviceError
 from mirrored.keras import _private
 
 
@@ -51,6 +51,15 @@ class MirroredDistribution(keras.distribution.DataParallel):
 
     def get_variable_layout(self, variable: Any) -> Any:
         """Mirrors a variable, unless it was given a layout of its own."""
+        if self.strategy.placement.only_compiles:
+            raise DeviceError(
+                fact=f"the Keras variable {variable.path!r} was made on "
+                f"{self.strategy.placement.describe()}, which is there to compile for.",
+                expected="mirrored.Variable, NNX modules or plain arrays in a step that "
+                "mirrored.plan.plan compiles: Keras needs values.",
+                hint="write the step with model.stateless_call outside the scope, and give it "
+                "the shapes of model.trainable_variables.",
+            )
         found = _private.layout_of(variable)
         return found if found is not None else self.layout_for(variable)
 
