@@ -199,6 +199,13 @@ class _TakingTurns(Communicator):
         parts = [np.asarray(part) for part in self._meet("a comparison", value)]
         return not all(np.array_equal(parts[0], part, equal_nan=_has_nan(part)) for part in parts)
 
+    def came_from_one(self, value: Any) -> bool:
+        # There are no types to ask here either; what collectives gave is known, though, and
+        # other arrays of JAX are the replica's own, as those are that come out of run.
+        if _compat.is_traced(value) or not isinstance(value, jax.Array):
+            return self.is_own(value)
+        return not any(value is agreed for agreed in self.agreed_values)
+
     def loss_is_own(self, loss: Any) -> bool:
         # The gradient of sum above makes the mean over replicas right for every loss.
         return True

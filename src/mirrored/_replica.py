@@ -11,6 +11,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mirrored import _compat
 from mirrored._collectives import (
@@ -156,7 +157,8 @@ class ReplicaContext:
         return map_nest(self._from_merge, result)
 
     def _to_merge(self, value: Any) -> Any:
-        if hasattr(value, "dtype") and self._communicator.is_own(value):
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+        if is_array and self._communicator.came_from_one(value):
             return PerReplica.from_stacked(jnp.expand_dims(value, 0))
         return value
 
