@@ -59,7 +59,7 @@ class Communicator(abc.ABC):
         """Says whether ``value`` may differ from the other replicas' value."""
 
     def came_from_one(self, value: Any) -> bool:
-        """Says whether ``value`` counts as this replica's own, be it equal to the others' or not."""
+        """Says whether ``value`` counts as this replica's own, even if equal to the others'."""
         return self.is_own(value)
 
     def scatter_sum(self, rows: Any) -> Any:
