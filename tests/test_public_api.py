@@ -79,6 +79,9 @@ TF_ARGUMENTS = {
     "MinSizePartitioner": "min_shard_bytes max_shards",
     "MaxSizePartitioner": "max_shard_bytes max_shards",
     "FixedShardsPartitioner": "num_shards",
+    "IndexedSlices": "values indices dense_shape",
+    "Optimizer.apply_gradients": "grads_and_vars",
+    "ValueContext": "replica_id_in_sync_group num_replicas_in_sync",
 }
 
 

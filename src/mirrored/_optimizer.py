@@ -192,13 +192,16 @@ class Optimizer:
                 hint="move the line that creates the optimizer inside `with strategy.scope():`.",
             )
 
-    def apply_gradients(self, gradients_and_variables: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Updates the variables by one step.
+
+        Args:
+          grads_and_vars: pairs of (gradient, variable), the same variables in every step.
 
         Inside ``strategy.run`` gradients that still vary are reduced first, all in one
         collective; reduced ones are left alone.
         """
-        pairs = list(gradients_and_variables)
+        pairs = list(grads_and_vars)
         if not pairs:
             raise ArgumentError(
                 fact="apply_gradients was given no gradients.",
