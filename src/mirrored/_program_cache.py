@@ -64,8 +64,13 @@ def _form_of(value: Any) -> _Form | None:
         value = [value[key] for key in keys]
     elif kind is not tuple and kind is not list:
         return None
-    entries = tuple(map(_form_of, value))
-    return None if None in entries else _Form(kind, keys=keys, entries=entries)
+    entries = []
+    for entry in value:
+        form = _form_of(entry)
+        if form is None:
+            return None
+        entries.append(form)
+    return _Form(kind, keys=keys, entries=tuple(entries))
 
 
 def _take(values: Any, forms: tuple[_Form, ...], arrays: list[Any]) -> bool:
