@@ -69,13 +69,14 @@ def predict_on_batch(model: Any, strategy: Any, x: Any) -> Any:
 def _logs_of_one(model: Any, strategy: Any, kind: str, data: Any, return_dict: bool) -> Any:
     data = jax.tree.map(_as_array, data, is_leaf=_private.is_sparse)
     prepare(model, strategy, data_batch=data)
-    model.reset_metrics()
-    logs = _private.pythonify_logs(_one(model, strategy, kind, data))
+    _private.begin_lone_step(model)
+    logs = _private.lone_logs(_one(model, strategy, kind, data))
     return logs if return_dict else _private.in_metric_order(model, logs)
 
 
 def _as_array(leaf: Any) -> Any:
-    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    on_devices = isinstance(leaf, jax.Array) or _private.is_sparse(leaf)
+    return leaf if on_devices else np.asarray(leaf)
 
 
 def _one(model: Any, strategy: Any, kind: str, data: Any) -> Any:

@@ -26,6 +26,7 @@ from keras.src.utils.python_utils import pythonify_logs
 __all__ = ["EpochIterator", "RandomInitializer", "pythonify_logs"]
 
 Variable = keras_backend.Variable
+_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 unpack = data_adapter_utils.unpack_x_y_sample_weight
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 
@@ -187,6 +188,25 @@ def in_metric_order(model: Any, logs: Any) -> Any:
 def first_epoch(model: Any, initial_epoch: int) -> int:
     """Returns where to start: a callback (BackupAndRestore) may have set it."""
     return model._initial_epoch or initial_epoch
+
+
+def begin_lone_step(model: Any) -> None:
+    """Does to the metrics what this Keras does before a step outside any epoch.
+
+    Since 3.15 they tell of that step alone; before, of all since somebody reset them.
+    """
+    if _VERSION >= (3, 15):
+        model.reset_metrics()
+
+
+def lone_logs(logs: Any) -> Any:
+    """Returns the logs of a step outside any epoch in the form this Keras has.
+
+    Python numbers since 3.14, arrays before.
+    """
+    if _VERSION >= (3, 14):
+        return pythonify_logs(logs)
+    return keras.tree.map_structure(np.array, logs)
 
 
 def should_evaluate(model: Any, epoch: int, validation_freq: Any) -> bool:

@@ -20,7 +20,7 @@ import time
 from typing import Any, final
 
 from mirrored._cluster import COORDINATOR, PROCESS_COUNT, PROCESS_ID
-from mirrored._placement import cpu_environment
+from mirrored._processors import cpu_environment
 from mirrored._report import (
     ATTEMPT,
     EXIT_BYSTANDER,
