@@ -95,6 +95,11 @@ def backend_has_started() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
+def configured_cpu_devices() -> int:
+    """How many CPU devices JAX's own option asks for; 0 if it does not."""
+    return max(0, jax.config.values["jax_num_cpu_devices"])
+
+
 def scan_operand_counts(params: Any) -> tuple[int, int]:
     """How many operands of a traced ``lax.scan`` are constants, and how many its carry."""
     if "num_consts" in params:

@@ -21,7 +21,7 @@ from mirrored._claims import Claim
 from mirrored._collectives import Communicator, fold_in_replica
 from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
-from mirrored._program import is_array_like
+from mirrored._signature import is_array_like
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, flatten, is_object_leaf
 from mirrored._variable import Variable

@@ -12,7 +12,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from mirrored._collectives import Communicator, reduce_components
+from mirrored._collectives import Communicator, packed, reduce_components
 from mirrored._errors import ArgumentError
 from mirrored._sparse import IndexedSlices, all_reduce_slices
 from mirrored._types import ReduceOp
@@ -156,14 +156,4 @@ def tree_sums(arrays: list[Any], communicator: Communicator) -> list[Any]:
             expected="1, 2, 4, 8, ... replicas, which share one binary tree.",
             hint="use a power of two, or leave the reproducible reduction out.",
         )
-    totals: list[Any] = [None] * len(arrays)
-    for dtype in {array.dtype: None for array in arrays}:
-        places = [index for index, array in enumerate(arrays) if array.dtype == dtype]
-        flat = jnp.concatenate([arrays[index].reshape(-1) for index in places])
-        total = communicator.tree_sum(flat)
-        first = 0
-        for index in places:
-            size, shape = arrays[index].size, arrays[index].shape
-            totals[index] = total[first : first + size].reshape(shape)
-            first += size
-    return totals
+    return packed(communicator.tree_sum, arrays)

@@ -7,9 +7,7 @@ devices, in which order, and where a mirrored or a per-replica array belongs.
 from __future__ import annotations
 
 import functools
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -61,6 +59,11 @@ class Placement:
     def spans_processes(self) -> bool:
         """Whether some of the devices belong to other processes."""
         return len(self.local_replica_ids) < self.replica_count
+
+    @property
+    def sends_one_by_one(self) -> bool:
+        """Whether each array of a combined collective is sent by itself (Gloo, between CPUs)."""
+        return self.spans_processes and self.devices[0].platform == "cpu"
 
     def mirror(self, value: Any, what: str = "a value", *, must_agree: bool = False) -> jax.Array:
         """Puts an equal copy of ``value`` on every device; never aliases the input.
@@ -150,25 +153,6 @@ def device_name(device: Device) -> str:
 def accelerators_or_cpus() -> list[Device]:
     """Lists this process's accelerators, or its CPU devices where there are none."""
     return jax.local_devices()
-
-
-def cpu_environment(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that make a process show ``count`` virtual CPU devices.
-
-    They also give XLA's CPU thread pool enough threads: with fewer than two a device,
-    programs with collectives hang.
-    """
-    flag = "--xla_force_host_platform_device_count"
-    flags = re.sub(rf"{flag}=\d+", "", environment.get("XLA_FLAGS", "")).split()
-    threads = max(os.cpu_count() or 1, 2 * count)
-    set_before = environment.get("NPROC", "")
-    if set_before.isdigit():
-        threads = max(threads, int(set_before))
-    return {
-        "XLA_FLAGS": " ".join([*flags, f"{flag}={count}"]),
-        "NPROC": str(threads),
-        "JAX_PLATFORMS": "cpu",
-    }
 
 
 @functools.cache

@@ -205,9 +205,10 @@ def _reduce_body(placement: Placement, op: ReduceOp, axes: tuple[Axes | None, ..
             locals_ = [
                 (stacked[0], None if counts is None else counts[0]) for stacked, counts in arrays
             ]
-            return reduce_components(
-                op, locals_, axes, ProgramCommunicator(placement.replica_count)
+            communicator = ProgramCommunicator(
+                placement.replica_count, packs=placement.sends_one_by_one
             )
+            return reduce_components(op, locals_, axes, communicator)
 
     return jax.shard_map(
         body,

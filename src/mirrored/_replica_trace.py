@@ -124,7 +124,9 @@ class ReplicaTrace:
             mirrored_state: list[Any],
             own_state: list[Any],
         ) -> Any:
-            communicator = ProgramCommunicator(self._placement.replica_count)
+            communicator = ProgramCommunicator(
+                self._placement.replica_count, packs=self._placement.sends_one_by_one
+            )
             frame = self._inner_frame(mirrored_state, own_state)
             arguments = self._arguments
             values = dict(zip(arguments.per_replica, [array[0] for array in stacked], strict=True))

@@ -28,7 +28,7 @@ from mirrored._explain import explain_step
 from mirrored._explanation import Explanation
 from mirrored._finite import require_finite
 from mirrored._placement import Placement
-from mirrored._program import Programs
+from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._reduce import gather_value, local_components, reduce_value
 from mirrored._run import refuse_nested, run_replicas
 from mirrored._types import ReduceOp
@@ -152,7 +152,9 @@ class Strategy(abc.ABC):
             lambda leaf: leaf.placed(self.placement) if isinstance(leaf, PerReplica) else leaf,
             (args, kwargs),
         )
-        return self._programs_of(fn).call(args, kwargs)
+        programs = self._programs_of(fn)
+        result = NOT_REPEATED if kwargs else programs.repeated(args)
+        return programs.call(args, kwargs) if result is NOT_REPEATED else result
 
     def _programs_of(self, fn: Callable[..., Any]) -> Programs:
         key = fingerprint(fn)

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -21,6 +22,7 @@ from jax.experimental import multihost_utils
 from mirrored import _compat
 from mirrored._cluster import PROCESS_ID, Cluster
 from mirrored._errors import ArgumentError, ContextError, WorkerError
+from mirrored._processors import bound_collectives, share_processors
 from mirrored._report import RUN_DIRECTORY, Progress
 from mirrored._rollcall import Member, gather
 
@@ -207,6 +209,7 @@ def connect(cluster: Cluster, timeout: float) -> Workers:
         return _connected
     if _compat.coordination_client() is not None:
         members = _introduce(cluster)
+        _share_processors(cluster, members)
         _connected = Workers(cluster, members, timeout)
         return _connected
     if _compat.backend_has_started():
@@ -220,7 +223,8 @@ def connect(cluster: Cluster, timeout: float) -> Workers:
             "program.",
         )
     members = gather(cluster, timeout)
-    _wait_seconds_in_collectives()
+    bound_collectives()
+    _share_processors(cluster, members)
     # JAX's own would swallow SIGTERM, see _preemption.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -269,13 +273,9 @@ def _introduce(cluster: Cluster) -> tuple[Member, ...]:
     return tuple(members)
 
 
-def _wait_seconds_in_collectives() -> None:
-    """Bounds how long a collective between CPU devices waits, if the user has not."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_collective_timeout_seconds" not in flags:
-        # Dead and stopped workers are noticed otherwise; this is for those that go on
-        # but never come, and must outlast a worker's longest work alone.
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds=600".strip()
+def _share_processors(cluster: Cluster, members: Sequence[Member]) -> None:
+    host = members[cluster.process_id].host
+    share_processors(member.pid for member in members if member.host == host)
 
 
 # --- what this process has done, for those who watch -------------------------------------------
@@ -312,6 +312,11 @@ def completed(step: int) -> None:
     _doings.step = step
     _doings.pulse += 1
     _doings.write()
+
+
+def last_pulse() -> int:
+    """Returns how many compiled programs and steps this process has run."""
+    return _doings.pulse
 
 
 def last_step() -> int:

@@ -1,6 +1,8 @@
 """Real processes give what one gives: reductions, variables, training, uneven batches, input."""
 
 import json
+import os
+import re
 
 import numpy as np
 import pytest
@@ -112,4 +114,16 @@ def test_workers_do_not_differ(three_workers, two_by_two):
 
 
 def test_one_collective_a_step(three_workers):
-    assert three_workers[0]["collectives"] == 1
+    """Gloo is given its arrays one by one: the gradients of all variables are one of them."""
+    (collective,) = three_workers[0]["collectives"]
+    result = collective.partition(" all-reduce(")[0].partition(" = ")[2]
+    # 4 x 3 weights and 3 biases; beside them the loss.
+    assert sorted(re.findall(r"f32\[\d*\]", result)) == ["f32[15]", "f32[]"]
+
+
+def test_workers_share_the_processors(three_workers, two_by_two):
+    """Each with all of them, they would take the time of each other by spinning."""
+    cores = len(os.sched_getaffinity(0))
+    assert {worker["threads"] for worker in three_workers} == {str(max(cores // 3, 1))}
+    # Two devices in a process wait for each other: two threads each.
+    assert {worker["threads"] for worker in two_by_two} == {str(max(cores, 4))}

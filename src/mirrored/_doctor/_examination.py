@@ -15,7 +15,7 @@ from mirrored._doctor._child import Answer, ask
 from mirrored._doctor._findings import Examination, Finding, Section
 from mirrored._doctor._software import software
 from mirrored._errors import ArgumentError
-from mirrored._placement import cpu_environment
+from mirrored._processors import cpu_environment
 
 DEFAULT_SECONDS = 20.0
 # With one CPU device there is nothing to reduce; so many virtual ones show that it would work.

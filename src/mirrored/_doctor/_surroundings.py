@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
-import re
 import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from mirrored._doctor import _probe
 from mirrored._doctor._findings import Finding, Section
+from mirrored._processors import asked_cpu_devices, asked_threads
 
 GIB = 1 << 30
 # Shown if set: what decides which devices there are and how XLA runs on them.
@@ -145,19 +145,9 @@ def variables(environment: Mapping[str, str], platform_name: str, device_count: 
     return Section("Environment", rows, findings)
 
 
-def asked_cpu_devices(environment: Mapping[str, str]) -> int:
-    """How many virtual CPU devices the environment asks for; 1 if it does not."""
-    found = re.findall(
-        r"--xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", "")
-    )
-    count = found[-1] if found else environment.get("JAX_NUM_CPU_DEVICES", "1")
-    return int(count) if count.isdigit() else 1
-
-
 def _few_threads(environment: Mapping[str, str], device_count: int) -> list[Finding]:
     count = max(device_count, asked_cpu_devices(environment))
-    given = environment.get("PJRT_NPROC") or environment.get("NPROC") or ""
-    threads = int(given) if given.isdigit() else os.cpu_count() or 1
+    threads = asked_threads(environment) or os.cpu_count() or 1
     if count < 2 or threads >= 2 * count:
         return []
     return [

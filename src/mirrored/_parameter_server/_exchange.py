@@ -14,7 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -27,6 +27,17 @@ Reads: TypeAlias = Mapping[int, Sequence[Sequence[int]]]
 # For each server, updates and the arrays that go with them.
 Updates: TypeAlias = Mapping[int, tuple[Sequence[Fields], Sequence[np.ndarray]]]
 Values: TypeAlias = dict[int, list[np.ndarray]]
+# For each server, tables and the numbers of rows of each.
+RowsWanted: TypeAlias = Mapping[int, tuple[Sequence[int], Sequence[np.ndarray]]]
+Futures: TypeAlias = dict[int, concurrent.futures.Future[Reply]]
+
+
+class RowsQuestion(NamedTuple):
+    """Rows that are asked for: which ones, and the answers on their way, if asked already."""
+
+    wanted: RowsWanted
+    futures: Futures | None
+
 
 _KEEPER = 0
 _FIRST_NAP = 0.0002
@@ -53,7 +64,7 @@ class Exchange:
         self._go = True
         self._round = 0
         self._closed: list[Any] | None = None
-        self._ahead: tuple[Reads, dict[int, concurrent.futures.Future[Reply]]] | None = None
+        self._ahead: tuple[Reads, Futures] | None = None
         self._joined = False
 
     @property
@@ -85,15 +96,28 @@ class Exchange:
             return {server: arrays for server, (_, arrays) in arrived.items() if server in reads}
         return self._pull(reads)
 
-    def rows(self, wanted: Mapping[int, tuple[Sequence[int], Sequence[np.ndarray]]]) -> Values:
-        """Reads rows of tables: for each server, tables and the numbers of their rows."""
-        self._collect()
-        futures = {
-            server: self.links.submit(server, "rows", {"tables": list(tables)}, numbers)
-            for server, (tables, numbers) in wanted.items()
-        }
+    def ask_for_rows(self, wanted: RowsWanted) -> RowsQuestion:
+        """Asks for rows of tables: from each server, of tables those with these numbers.
+
+        They are read after everything that was sent before: messages to a server arrive in
+        order. Where workers take turns nothing is asked before the turn has come.
+        """
+        return RowsQuestion(wanted, self._submit_rows(wanted) if self._kind == "async" else None)
+
+    def rows(self, question: RowsQuestion) -> Values:
+        """The rows that were asked for."""
+        wanted, futures = question
+        if futures is None:
+            self._collect()
+            futures = self._submit_rows(wanted)
         return {
             server: self.links.wait(server, "rows", future)[1] for server, future in futures.items()
+        }
+
+    def _submit_rows(self, wanted: RowsWanted) -> Futures:
+        return {
+            server: self.links.submit(server, "rows", {"tables": list(tables)}, numbers)
+            for server, (tables, numbers) in wanted.items()
         }
 
     def _pull(self, reads: Reads) -> Values:
@@ -141,9 +165,7 @@ class Exchange:
         self._ahead = (reads, self._submit(updates, reads, set()))
         return True
 
-    def _submit(
-        self, updates: Updates, reads: Reads, but: set[int]
-    ) -> dict[int, concurrent.futures.Future[Reply]]:
+    def _submit(self, updates: Updates, reads: Reads, but: set[int]) -> Futures:
         futures = {}
         for server in sorted({*updates, *reads} - but):
             if server in updates:
@@ -225,7 +247,7 @@ class Exchange:
         self._ahead = (reads, {_KEEPER: future, **self._tell_round(reads)})
         return True
 
-    def _tell_round(self, reads: Reads) -> dict[int, concurrent.futures.Future[Reply]]:
+    def _tell_round(self, reads: Reads) -> Futures:
         """Says to the other servers whose gradients were taken, and asks for values."""
         return {
             server: self.links.submit(

@@ -7,7 +7,7 @@ message to each server. The words of the messages are in ``_exchange``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
@@ -15,16 +15,18 @@ import numpy as np
 from mirrored import _compat, _context, _variable_errors
 from mirrored._errors import ArgumentError, ContextError
 from mirrored._parameter_server._catalog import OptimizerSpec, VariableSpec
-from mirrored._parameter_server._exchange import Exchange, Reads, Values
+from mirrored._parameter_server._exchange import Exchange, Reads, RowsQuestion, Values
 from mirrored._parameter_server._ids import UsedRows, used_rows
 from mirrored._parameter_server._layout import ReadLayout, UpdateLayout, split_rows
 from mirrored._parameter_server._recording import Recording, check_pairs
 from mirrored._parameter_server._steps import Step, Steps, run_in_replica
-from mirrored._parameter_server._tables import bucket
+from mirrored._parameter_server._tables import aligned_empty, bucket
 from mirrored._sparse import IndexedSlices
 from mirrored._values import PerReplica, is_object_leaf
 
 _NOTHING: Reads = {}
+# What was asked of the servers, and for each where its rows belong: table and place.
+RowsAsked: TypeAlias = tuple[RowsQuestion, dict[int, list[tuple[int, slice]]]]
 
 
 @final
@@ -54,6 +56,8 @@ class Participant:
         self._steps = steps
         self._sent = sent
         self._usual = 0
+        self._here = {device}
+        self._must_place = device != jax.local_devices()[0]
 
     # --- one at a time -----------------------------------------------------------
 
@@ -175,17 +179,28 @@ class Participant:
 
     def fetch_rows(self, used: Sequence[UsedRows]) -> list[np.ndarray]:
         """Reads rows of several tables, in one message to each server."""
+        return self._rows_asked_for(used, self._ask_for_rows(used))
+
+    def _ask_for_rows(self, used: Sequence[UsedRows]) -> RowsAsked:
         wanted: dict[int, tuple[list[int], list[np.ndarray]]] = {}
         targets: dict[int, list[tuple[int, slice]]] = {}
-        results = []
         for index, (spec, rows, _) in enumerate(used):
-            results.append(np.zeros((bucket(len(rows)), *spec.shape[1:]), spec.dtype))
             for part, chosen in split_rows(spec, rows):
                 tables, numbers = wanted.setdefault(part.server, ([], []))
                 tables.append(part.piece.number)
                 numbers.append(rows[chosen] - part.piece.start)
                 targets.setdefault(part.server, []).append((index, chosen))
-        for server, arrays in self.exchange.rows(wanted).items():
+        return self.exchange.ask_for_rows(wanted), targets
+
+    def _rows_asked_for(self, used: Sequence[UsedRows], asked: RowsAsked) -> list[np.ndarray]:
+        question, targets = asked
+        results = [
+            aligned_empty((bucket(len(rows)), *spec.shape[1:]), spec.dtype)
+            for spec, rows, _ in used
+        ]
+        for result, (_, rows, _) in zip(results, used, strict=True):
+            result[len(rows) :] = 0
+        for server, arrays in self.exchange.rows(question).items():
             for (index, chosen), array in zip(targets[server], arrays, strict=True):
                 results[index][chosen] = array
         return results
@@ -208,8 +223,11 @@ class Participant:
         with self._steps.lock:
             step = outline.step(tuple(found.bucket for found in used))
         while True:
+            # Asked for before the values are waited for: both come in one go.
+            asked = self._ask_for_rows(used)
             values = self.exchange.values(step.reads.reads) if step.reads.reads else {}
-            results, accepted = self._attempt(step, values, used, places, dynamic)
+            rows = self._rows_asked_for(used, asked)
+            results, accepted = self._attempt(step, values, rows, used, places, dynamic)
             if accepted:
                 return step.results(results)
 
@@ -217,23 +235,30 @@ class Participant:
         self,
         step: Step,
         values: Values,
+        rows: list[np.ndarray],
         used: Sequence[UsedRows],
         places: Sequence[np.ndarray],
         dynamic: Sequence[Any],
     ) -> tuple[list[Any], bool]:
-        rows = self.fetch_rows(used) if used else []
-        inputs = jax.device_put(
-            (step.reads.flats(values), rows, list(places), list(dynamic)), self.device
-        )
+        inputs = step.reads.flats(values), rows, list(places), list(dynamic)
+        if self._must_place or any(self._is_elsewhere(leaf) for leaf in dynamic):
+            inputs = jax.device_put(inputs, self.device)
+        # Otherwise the program takes NumPy's arrays as they are. On the CPU those that lie well,
+        # as in shared memory, are not copied at all, and placing each first took as long as a
+        # small step.
         results, dense, row_gradients = step.program(*inputs)
         if not step.updates and not step.row_updates:
-            return results, True
+            # The caller may change its batch once it has the results.
+            return jax.block_until_ready(results), True
         updates = step.updates.with_arrays([np.asarray(array) for array in dense])
         by_table = {found.spec.number: found for found in used}
         for (optimizer, spec), gradient in zip(step.row_updates, row_gradients, strict=True):
             numbers = by_table[spec.number].rows
             updates.rows(optimizer, spec, numbers, np.asarray(gradient)[: len(numbers)])
         return results, self._push(updates, step)
+
+    def _is_elsewhere(self, leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and leaf.devices() != self._here
 
     def _push(self, updates: UpdateLayout, step: Step) -> bool:
         # After the last step of a closure nobody needs values; closures that come one

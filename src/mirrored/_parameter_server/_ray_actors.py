@@ -8,38 +8,25 @@ nothing from Ray's object store.
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 import sys
 import threading
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import ray
 
-from mirrored._errors import ServerError, WorkerError
-from mirrored._parameter_server._channel import Channel, Fields, Reply
+from mirrored._parameter_server._channel import Channel
+from mirrored._parameter_server._closures import Closures
 from mirrored._parameter_server._endpoint import Address, Endpoint, Network, open_channel
 from mirrored._parameter_server._engine import (
-    ClosureCall,
-    ClosureOutcome,
-    Resource,
     ServerSpec,
     WorkerSpec,
 )
-from mirrored._parameter_server._nests import NotPlainError, Said, understood
 from mirrored._parameter_server._server import Server
-from mirrored._parameter_server._travel import dumps, in_pickle, loads
+from mirrored._parameter_server._travel import in_pickle, loads
 from mirrored._parameter_server._worker import Worker
-
-# Functions kept by a worker; the coordinator sends one again that was forgotten.
-_MOST_FUNCTIONS = 1024
-# What a worker answers to a closure whose function it does not have.
-UNKNOWN = "unknown"
 
 
 def prepare_process(paths: list[str], platform: str | None, threads: int | None) -> None:
@@ -109,7 +96,7 @@ class ServerProcess:
 
 
 class WorkerProcess:
-    """One worker. Answers the operation ``execute`` of the coordinator."""
+    """One worker."""
 
     def __init__(
         self,
@@ -120,20 +107,17 @@ class WorkerProcess:
         threads: int | None,
     ) -> None:
         prepare_process(paths, platform, threads)
-        self._spec = spec
         self._network = network
         self._addresses: list[Address] = []
         self._worker = Worker(spec, self._connect)
-        self._functions: collections.OrderedDict[str, Any] = collections.OrderedDict()
-        self._makers: dict[int, Callable[[int], Any]] = {}
-        self._staged: dict[int, Any] = {}
-        self._outcomes: dict[int, bytes] = {}
-        self._endpoint = Endpoint(self, threading.Lock(), network, _interface(network), spec.name)
+        # An object of its own: Ray wraps the methods of an actor's class.
+        self._closures = Closures(self._worker)
+        self._endpoint = Endpoint(
+            self._closures, threading.Lock(), network, _interface(network), spec.name
+        )
 
     def _connect(self, server: int) -> Channel:
         return open_channel(self._addresses[server], f"server {server}", self._network.keys)
-
-    # --- through Ray -------------------------------------------------------------
 
     def address(self) -> Address:
         """Where it is reached."""
@@ -152,9 +136,7 @@ class WorkerProcess:
 
         def act() -> None:
             with self._worker.loading():
-                self._functions[digest] = loads(content)
-            if len(self._functions) > _MOST_FUNCTIONS:
-                self._functions.popitem(last=False)
+                self._closures.keep_function(digest, loads(content))
 
         return in_pickle(act)
 
@@ -163,7 +145,7 @@ class WorkerProcess:
 
         def act() -> None:
             with self._worker.loading():
-                self._makers[number] = loads(content)
+                self._closures.makers[number] = loads(content)
 
         return in_pickle(act)
 
@@ -172,13 +154,13 @@ class WorkerProcess:
 
         def act() -> None:
             with self._worker.loading():
-                self._staged[closure] = loads(content)
+                self._closures.staged[closure] = loads(content)
 
         return in_pickle(act)
 
     def outcome(self, closure: int) -> bytes:
         """Hands out a result that the wire cannot carry."""
-        return self._outcomes.pop(closure)
+        return self._closures.outcomes.pop(closure)
 
     def ping(self) -> None:
         """Answers."""
@@ -186,63 +168,3 @@ class WorkerProcess:
     def until_end(self) -> None:
         """Never answers: the call fails when the process ends."""
         threading.Event().wait()
-
-    # --- through its endpoint ----------------------------------------------------
-
-    def handle(self, operation: str, fields: Fields, arrays: list[np.ndarray]) -> Reply:
-        """Runs a closure."""
-        if operation != "execute":
-            raise ServerError(
-                fact=f"{self._spec.name} was asked for {operation!r}.",
-                expected="'execute'.",
-                hint="all processes must run the same version of mirrored.",
-            )
-        digest = fields["function"]
-        function = self._functions.get(digest)
-        if function is None:
-            return {UNKNOWN: True}, []
-        self._functions.move_to_end(digest)
-        closure = fields["closure"]
-        if fields["staged"]:
-            args, kwargs = self._staged.pop(closure)
-        else:
-            args, kwargs = understood(fields["arguments"], arrays, self._resource)
-        call = ClosureCall(closure, function, args, kwargs, fields["epoch"], fields["floor"])
-        return self._told(closure, self._worker.execute(call))
-
-    def _resource(self, number: int) -> Resource:
-        return Resource(number, self._makers[number])
-
-    def _told(self, closure: int, outcome: ClosureOutcome) -> Reply:
-        if outcome.error is None:
-            said = Said()
-            try:
-                value = said.say(outcome.value)
-            except NotPlainError:
-                return self._kept(closure, outcome)
-            return {"steps": outcome.steps, "value": value}, said.arrays
-        return self._kept(closure, outcome)
-
-    def _kept(self, closure: int, outcome: ClosureOutcome) -> Reply:
-        error = outcome.error
-        if error is not None:
-            text = "".join(traceback.format_exception(error))
-            error.add_note(f"on {self._spec.name}:\n{text}")
-            # Frames cannot travel, and hold what the closure held.
-            error = error.with_traceback(None)
-        try:
-            self._outcomes[closure] = dumps((outcome.value, error))
-            loads(self._outcomes[closure])
-        except Exception as problem:  # noqa: BLE001 (whatever the user's objects raise)
-            what = "raised" if error is not None else "returned"
-            found = error if error is not None else outcome.value
-            lost = WorkerError(
-                fact=f"closure {closure} {what} {type(found).__name__}: {str(found)[:500]!r}, "
-                f"which cannot travel to the coordinator ({type(problem).__name__}: {problem}).",
-                expected="values and errors that can be pickled.",
-                hint="return arrays and numbers; give errors arguments they can be made of again.",
-            )
-            for note in getattr(error, "__notes__", []):
-                lost.add_note(note)
-            self._outcomes[closure] = dumps((None, lost))
-        return {"steps": outcome.steps, "kept": True}, []

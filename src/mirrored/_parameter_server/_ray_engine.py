@@ -8,7 +8,6 @@ takes over is a new one, under a new lease, and the old one is ended for certain
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any, final
 
 from mirrored._errors import MirroredError, ServerError, WorkerError
 from mirrored._parameter_server._channel import Channel, gone, silent
+from mirrored._parameter_server._closures import UNKNOWN
 from mirrored._parameter_server._engine import (
     ClosureCall,
     ClosureOutcome,
@@ -38,7 +38,8 @@ from mirrored._parameter_server._endpoint import (
     is_reachable,
     open_channel,
 )
-from mirrored._parameter_server._ray_actors import UNKNOWN, ServerProcess, WorkerProcess
+from mirrored._parameter_server._ray_actors import ServerProcess, WorkerProcess
+from mirrored._parameter_server._sent_functions import SentFunction, SentFunctions
 from mirrored._parameter_server._transport import ConnectedChannel, Keys, make_token
 from mirrored._parameter_server._travel import loads, opened, pickled
 from mirrored._parameter_server._zeromq import make_curve_keys
@@ -106,6 +107,7 @@ class RayEngine(Engine):
         self._patience = _START_SECONDS
         self._servers: dict[int, _Actor] = {}
         self._workers: dict[int, _Actor] = {}
+        self._functions = SentFunctions()
         # Changes when a server is replaced: workers are told where it is now.
         self._version = 0
         self._session = RaySession(address, dict(ray_options or {}))
@@ -233,8 +235,7 @@ class RayEngine(Engine):
         try:
             self._tell_servers(actor)
             what = getattr(call.function, "__name__", "a callable")
-            function = pickled(call.function, f"closure {call.closure} ({what})")
-            digest = hashlib.blake2b(function, digest_size=16).hexdigest()
+            sent = self._functions.find(call.function, f"closure {call.closure} ({what})")
             said = Said()
             try:
                 arguments, staged = said.say([call.args, call.kwargs]), None
@@ -246,20 +247,20 @@ class RayEngine(Engine):
                 self._load_resource(actor, resource.number, resource.make)
             fields = {
                 "closure": call.closure,
-                "function": digest,
+                "function": sent.digest,
                 "arguments": arguments,
                 "staged": staged is not None,
                 "epoch": call.epoch,
                 "floor": call.floor,
             }
             while True:
-                self._load(actor, digest, function)
+                self._load(actor, sent)
                 if staged is not None:
                     self._tell(actor, "stage", call.closure, staged)
                 reply, arrays = self._ask(actor, fields, said.arrays)
                 if UNKNOWN not in reply:
                     break
-                actor.functions.discard(digest)
+                actor.functions.discard(sent.digest)
             if "kept" in reply:
                 kept = self._of_worker(actor, "outcome", call.closure)
                 value, error = loads(kept)
@@ -278,13 +279,13 @@ class RayEngine(Engine):
             self._of_worker(actor, "set_servers", addresses)
             actor.version = version
 
-    def _load(self, actor: _Actor, digest: str, function: bytes) -> None:
-        if digest in actor.functions:
+    def _load(self, actor: _Actor, sent: SentFunction) -> None:
+        if sent.digest in actor.functions:
             return
-        self._tell(actor, "load", digest, function)
+        self._tell(actor, "load", sent.digest, sent.content)
         if len(actor.functions) >= _MOST_KNOWN:
             actor.functions.clear()
-        actor.functions.add(digest)
+        actor.functions.add(sent.digest)
 
     def _load_resource(self, actor: _Actor, number: int, make: Callable[[int], Any]) -> None:
         if number not in actor.resources:

@@ -19,18 +19,19 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mirrored import _compat, _context
-from mirrored._captures import Captures, fingerprint
+from mirrored._captures import ByIdentity, Captures, fingerprint
 from mirrored._collectives import SingleCommunicator
 from mirrored._errors import ContextError
 from mirrored._parameter_server._catalog import OptimizerSpec, VariableSpec
 from mirrored._parameter_server._ids import IdsProgram
 from mirrored._parameter_server._layout import ReadLayout, UpdateLayout
 from mirrored._parameter_server._recording import Recording
-from mirrored._program import is_array_like, signature_of
 from mirrored._replica import ReplicaContext
+from mirrored._signature import is_array_like, signature_of
 from mirrored._values import is_object_leaf
 
 _MOST_PROGRAMS = 256
+_MOST_LATEST = 16
 _PLACEHOLDER_ROWS = 16
 
 
@@ -190,6 +191,9 @@ class Steps:
         self._outlines: collections.OrderedDict[Any, tuple[Outline, Captures]] = (
             collections.OrderedDict()
         )
+        # Of functions that came twice in a row, to be found without looking into them.
+        self._latest: dict[Any, tuple[Outline, Captures]] = {}
+        self._once: ByIdentity | None = None
         # Threads of one process trace one after another: each finds what another made.
         self.lock = threading.RLock()
         self.traces = 0
@@ -198,25 +202,34 @@ class Steps:
         self, function: Callable[..., Any], leaves: list[Any], structure: Any, *, replica: bool
     ) -> Outline:
         """Finds or traces a function for these arguments."""
-        generation = self._strategy.home.generation
-        key = (
-            fingerprint(function),
+        # Of a function that is the same object only its captures may have changed.
+        asked = (
+            ByIdentity(function),
             structure,
             tuple(map(signature_of, leaves)),
             replica,
-            generation,
+            self._strategy.home.generation,
         )
         with self.lock:
-            entry = self._outlines.get(key)
+            entry = self._latest.get(asked)
             if entry is not None and entry[1].changed() is None:
                 return entry[0]
-            traced = self._in_replica(function) if replica else function
-            self.traces += 1
-            outline = Outline(traced, structure, list(leaves), self._strategy)
-            self._outlines[key] = (outline, Captures(function))
-            if len(self._outlines) > _MOST_PROGRAMS:
-                self._outlines.popitem(last=False)
-            return outline
+            key = (fingerprint(function), *asked[1:])
+            entry = self._outlines.get(key)
+            if entry is None or entry[1].changed() is not None:
+                traced = self._in_replica(function) if replica else function
+                self.traces += 1
+                outline = Outline(traced, structure, list(leaves), self._strategy)
+                entry = self._outlines[key] = (outline, Captures(function))
+                if len(self._outlines) > _MOST_PROGRAMS:
+                    self._outlines.popitem(last=False)
+            if self._once == asked[0]:
+                if len(self._latest) >= _MOST_LATEST:
+                    self._latest.clear()
+                # Its own captures: another function may be the same today and not tomorrow.
+                self._latest[asked] = entry[0], Captures(function)
+            self._once = asked[0]
+            return entry[0]
 
     def _in_replica(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def replicated(*args: Any, **kwargs: Any) -> Any:

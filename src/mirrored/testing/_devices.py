@@ -11,7 +11,7 @@ import jax
 
 from mirrored import _compat
 from mirrored._errors import ArgumentError, ContextError
-from mirrored._placement import cpu_environment
+from mirrored._processors import cpu_environment
 
 
 def use_cpu_devices(count: int) -> None:

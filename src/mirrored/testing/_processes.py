@@ -110,7 +110,8 @@ class Run:
         self.workers = workers
         self._temporary = tempfile.TemporaryDirectory(prefix="mirrored-test-")
         self._directory = pathlib.Path(self._temporary.name)
-        own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        # What this process told XLA of its own devices is not for others.
+        own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
         command = [
             *(sys.executable, "-m", "mirrored", "launch", "-n", str(workers)),
             *("--cpu-devices", str(cpu_devices), "--max-restarts", str(max_restarts)),

@@ -75,7 +75,8 @@ def find(strategy):
     weights.assign(np.ones((4, 3), "f4"))
     found["assigned"] = weights.numpy().tolist()
     text = train_step.lower(images, labels).compile().as_text()
-    found["collectives"] = text.count(" all-reduce(") + text.count(" all-reduce-start(")
+    found["collectives"] = [line for line in text.splitlines() if " all-reduce(" in line]
+    found["threads"] = os.environ.get("NPROC")
     uneven = strategy.distribute_values_from_function(
         lambda context: np.arange(context.replica_id_in_sync_group + 1)
     )
