@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mirrored
+from mirrored import _program_cache
 
 
 @pytest.fixture
@@ -86,6 +87,47 @@ def test_batches_of_other_sizes_and_padded_ones_in_turn(two):
     assert [float(total(batch)) for batch in uneven] == [6.0, 15.0]
     # A batch with padded rows has the same shapes as a whole one.
     assert total.trace_count == 3
+
+
+def test_nests_of_arguments(two):
+    """Same types, another nest: what is remembered must not take one for the other."""
+
+    @mirrored.function
+    def weighed(nest):
+        if isinstance(nest, dict):
+            return nest["a"] + 10 * nest["b"]
+        first, *rest = nest
+        return first + 10 * (weighed(rest[0]) if isinstance(rest[0], (list, dict)) else rest[0])
+
+    one, two_, three = (jnp.float32(number) for number in (1, 2, 3))
+    calls = [
+        ({"a": one, "b": two_}, 21.0),
+        ({"b": one, "a": two_}, 12.0),
+        ({"a": three, "b": three}, 33.0),
+        ([one, two_], 21.0),
+        ((one, two_), 21.0),
+        ((one, [two_, three]), 321.0),
+        ((three, [two_, one]), 123.0),
+        ((three, {"a": one, "b": two_}), 213.0),
+    ]
+    for _ in range(2):
+        for nest, wanted in calls:
+            assert [float(weighed(nest)) for _ in range(2)] == [wanted, wanted]
+    assert weighed.trace_count == 5
+    with pytest.raises(KeyError):
+        weighed({"a": one, "c": two_})
+
+
+def test_a_batch_in_a_nest_is_found_again_without_a_search(two, monkeypatch):
+    batches = list(two.distribute_dataset((np.arange(8.0, dtype="f"),) * 2, batch_size=4))
+    total = mirrored.function(lambda batch: two.reduce("sum", batch[0], axis=0))
+    assert float(total(batches[0])) == 6.0
+
+    def search(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(_program_cache.Programs, "call", search)
+    assert float(total(batches[1])) == 22.0
 
 
 def test_results_of_every_form(two):

@@ -7,6 +7,7 @@ latest one again without a search. What a program is and does is in ``_program``
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, final
@@ -28,20 +29,98 @@ NOT_REPEATED: Any = object()
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What one argument, or one entry of a nest of them, was like.
+
+    Attributes:
+      kind: its type.
+      aval: shape and dtype of an array; None for a nest.
+      is_batch: whether a PerReplica value was a batch.
+      keys: the keys of a dictionary, in the order in which JAX takes its entries.
+      entries: the forms of what stands in a nest.
+    """
+
+    kind: type
+    aval: Any = None
+    is_batch: bool = False
+    keys: tuple[Any, ...] | None = None
+    entries: tuple[_Form, ...] = ()
+
+
+def _form_of(value: Any) -> _Form | None:
+    """Returns None where more than types would have to be looked at."""
+    kind = type(value)
+    if kind is PerReplica and value.stacked is not None and value.row_counts is None:
+        return _Form(kind, value.stacked.aval, value.is_batch)
+    if isinstance(value, jax.Array) and not _compat.is_traced(value):
+        return _Form(kind, value.aval)
+    keys = None
+    if kind is dict:
+        try:
+            keys = tuple(sorted(value))
+        except TypeError:
+            return None
+        value = [value[key] for key in keys]
+    elif kind is not tuple and kind is not list:
+        return None
+    entries = []
+    for entry in value:
+        form = _form_of(entry)
+        if form is None:
+            return None
+        entries.append(form)
+    return _Form(kind, keys=keys, entries=tuple(entries))
+
+
+def _take(values: Any, forms: tuple[_Form, ...], arrays: list[Any]) -> bool:
+    """Adds the arrays among ``values`` to ``arrays`` if all are of these forms."""
+    if len(values) != len(forms):
+        return False
+    for value, form in zip(values, forms, strict=True):
+        kind = form.kind
+        if type(value) is not kind:
+            return False
+        aval = form.aval
+        if aval is None:
+            if form.keys is not None:
+                if len(value) != len(form.keys):
+                    return False
+                try:
+                    value = [value[key] for key in form.keys]
+                except KeyError:
+                    return False
+            if not _take(value, form.entries, arrays):
+                return False
+            continue
+        if kind is PerReplica:
+            if value.row_counts is not None or value.is_batch is not form.is_batch:
+                return False
+            value = value.stacked
+            if value is None:
+                return False
+        found = value.aval
+        if found is not aval and (
+            found.shape != aval.shape
+            or found.dtype != aval.dtype
+            or found.weak_type != aval.weak_type
+        ):
+            return False
+        arrays.append(value)
+    return True
+
+
+@final
 class _Latest:
     """The latest call, remembered so that the next like it is found without a search.
 
-    For calls whose arguments are arrays and unpadded PerReplica values, as in a
-    training loop: looking at their types is all the Python that is left to do then.
+    For calls whose arguments are arrays, unpadded PerReplica values and plain nests of
+    them, as in a training loop: looking at their types is all the Python that is left
+    to do then.
     """
 
-    def __init__(
-        self,
-        expected: list[tuple[type, Any, bool]],
-        program: Program,
-        captures: Captures,
-    ) -> None:
-        self._expected = expected
+    def __init__(self, form: _Form, program: Program, captures: Captures) -> None:
+        self._forms = form.entries
         self._context = _context.current()
         self.program = program
         self.captures = captures
@@ -49,17 +128,8 @@ class _Latest:
     @classmethod
     def of(cls, args: tuple[Any, ...], program: Program, captures: Captures) -> _Latest | None:
         """Remembers a call, or returns None if it is not of the simple kind."""
-        expected = []
-        for arg in args:
-            kind = type(arg)
-            if kind is PerReplica and arg.stacked is not None and arg.row_counts is None:
-                array = arg.stacked
-            elif isinstance(arg, jax.Array) and not _compat.is_traced(arg):
-                array = arg
-            else:
-                return None
-            expected.append((kind, array.aval, getattr(arg, "is_batch", False)))
-        return cls(expected, program, captures)
+        form = _form_of(args)
+        return None if form is None else cls(form, program, captures)
 
     def stands_here(self) -> bool:
         """Whether the code running now stands where the latest call was made."""
@@ -73,28 +143,8 @@ class _Latest:
 
     def arrays_of(self, args: tuple[Any, ...]) -> list[Any] | None:
         """Returns the arrays among ``args`` if they are like those remembered."""
-        if len(args) != len(self._expected):
-            return None
-        arrays = []
-        for arg, (kind, aval, is_batch) in zip(args, self._expected, strict=True):
-            if type(arg) is not kind:
-                return None
-            array = arg
-            if kind is PerReplica:
-                if arg.row_counts is not None or arg.is_batch is not is_batch:
-                    return None
-                array = arg.stacked
-                if array is None:
-                    return None
-            found = array.aval
-            if found is not aval and (
-                found.shape != aval.shape
-                or found.dtype != aval.dtype
-                or found.weak_type != aval.weak_type
-            ):
-                return None
-            arrays.append(array)
-        return arrays
+        arrays: list[Any] = []
+        return arrays if _take(args, self._forms, arrays) else None
 
 
 @final

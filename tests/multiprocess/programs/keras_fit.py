@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import signal
 import sys
 
@@ -35,7 +36,9 @@ class Kill(keras.callbacks.Callback):
 
 
 def train(strategy, directory, seed, killed):
-    keras.utils.set_random_seed(0)
+    # Whatever the others draw, weights are worker 0's.
+    keras.utils.set_random_seed(jax.process_index())
+    drawn_next = random.Random(jax.process_index()).random()
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -50,6 +53,7 @@ def train(strategy, directory, seed, killed):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    assert jax.process_index() == 0 or random.random() == drawn_next
     keras.utils.set_random_seed(seed)
     checkpoint = mirrored.checkpoint.Checkpoint(directory, {}, every=4)
     callbacks = [mirrored.keras.Backup(checkpoint)]
