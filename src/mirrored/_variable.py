@@ -104,7 +104,7 @@ class Variable(NestLeaf, ReadsAsArray):
                 value = value.read(lend=False)
             if _compat.is_traced(value) or _compat.a_program_is_being_staged():
                 raise errors.created_in_trace(self.name)
-            value = jnp.asarray(value, dtype=dtype)
+            value = self._array_of("the creation", value, dtype)
         self._check_aggregation(value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
@@ -288,7 +288,7 @@ class Variable(NestLeaf, ReadsAsArray):
     def _checked(self, action: str, value: Any) -> Any:
         if isinstance(value, Variable):
             value = value.read(lend=False)
-        value = jnp.asarray(value)
+        value = self._array_of(action, value)
         fits = value.shape == self.shape
         if action != "assign" and not fits:
             try:
@@ -302,6 +302,16 @@ class Variable(NestLeaf, ReadsAsArray):
         if inexact == [True, False] or (any(keys) and value.dtype != self.dtype):
             raise errors.other_dtype(self.name, self.dtype, action, value.dtype)
         return _cast(value, self.dtype)
+
+    def _array_of(self, action: str, value: Any, dtype: Any = None) -> Any:
+        if isinstance(value, PerReplica):
+            raise errors.given_per_replica(self.name, action)
+        if isinstance(value, (str, bytes)):
+            raise errors.no_array(self.name, action, value)
+        try:
+            return jnp.asarray(value, dtype=dtype)
+        except (TypeError, ValueError) as error:
+            raise errors.no_array(self.name, action, value) from error
 
     def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
         """Makes one value of what the replicas write, by the variable's aggregation."""
