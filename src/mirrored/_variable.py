@@ -30,6 +30,7 @@ from mirrored._types import (
     VariableSynchronization,
 )
 from mirrored._values import NestLeaf, PerReplica
+from mirrored._variable_values import array_of, cast, require_reducible, shape_of, storable
 
 _LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _SERIAL = itertools.count()
@@ -91,15 +92,18 @@ class Variable(NestLeaf, ReadsAsArray):
         self.placement: Placement = context.placement or default_placement()
         self.created_at = errors.caller()
         if self.placement.only_compiles:
-            value = _shape_of(initial_value, dtype)
+            known = initial_value
+            if isinstance(known, Variable):
+                known = jax.ShapeDtypeStruct(known.shape, known.dtype)
+            value = shape_of(known, dtype)
         else:
             value = initial_value() if callable(initial_value) else initial_value
             if isinstance(value, Variable):
                 value = value.read(lend=False)
             if _compat.is_traced(value) or _compat.a_program_is_being_staged():
                 raise errors.created_in_trace(self.name)
-            value = self._array_of("the creation", value, dtype)
-        self._check_aggregation(value.dtype)
+            value = array_of(self.name, "the creation", value, dtype)
+        require_reducible(self.name, self.aggregation, self.on_read, value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
         self._components = Components(self.name, self.placement, self.aggregation)
@@ -117,14 +121,6 @@ class Variable(NestLeaf, ReadsAsArray):
             else self.placement.mirror(value, f"variable {self.name!r}")
         )
         _LIVE[serial] = self
-
-    def _check_aggregation(self, dtype: Any) -> None:
-        if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-            raise errors.mean_of_integers(self.name, dtype)
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and (
-            self.on_read or self.aggregation is VariableAggregation.SUM
-        ):
-            raise errors.key_of_components(self.name)
 
     @property
     def on_read(self) -> bool:
@@ -240,10 +236,10 @@ class Variable(NestLeaf, ReadsAsArray):
         if isinstance(value, PerReplica):
             raise errors.given_per_replica(self.name, action)
         if self.home is not None:
-            self.home.write(self, action, self._checked(action, value))
+            self.home.write(self, action, self._storable(action, value))
             return self
         slot = self._slot(context, "written")
-        value = self._checked(action, value)
+        value = self._storable(action, value)
         if slot is None:
             if self.placement.only_compiles:
                 raise errors.only_compiled_for(self.name, "written", self.placement)
@@ -257,39 +253,16 @@ class Variable(NestLeaf, ReadsAsArray):
         elif self.on_read:
             self._write_component(context, action, slot, value, combine)
         else:
-            combined = _cast(self._combined(context, action, value), self.dtype)
+            combined = cast(self._combined(context, action, value), self.dtype)
             combined = jnp.broadcast_to(combined, self.shape)
             stored = slot.ref[...]
             slot.ref[...] = combined if combine is None else combine(stored, combined)
         return self
 
-    def _checked(self, action: str, value: Any) -> Any:
+    def _storable(self, action: str, value: Any) -> Any:
         if isinstance(value, Variable):
             value = value.read(lend=False)
-        value = self._array_of(action, value)
-        fits = value.shape == self.shape
-        if action != "assign" and not fits:
-            try:
-                fits = np.broadcast_shapes(value.shape, self.shape) == self.shape
-            except ValueError:
-                fits = False
-        if not fits:
-            raise errors.other_shape(self.name, self.shape, action, value.shape)
-        keys = [jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in (value.dtype, self.dtype)]
-        inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in (value.dtype, self.dtype)]
-        if inexact == [True, False] or (any(keys) and value.dtype != self.dtype):
-            raise errors.other_dtype(self.name, self.dtype, action, value.dtype)
-        return _cast(value, self.dtype)
-
-    def _array_of(self, action: str, value: Any, dtype: Any = None) -> Any:
-        if isinstance(value, PerReplica):
-            raise errors.given_per_replica(self.name, action)
-        if isinstance(value, (str, bytes)):
-            raise errors.no_array(self.name, action, value)
-        try:
-            return jnp.asarray(value, dtype=dtype)
-        except (TypeError, ValueError) as error:
-            raise errors.no_array(self.name, action, value) from error
+        return storable(self.name, self.shape, self.dtype, action, value)
 
     def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
         """Makes one value of what the replicas write, by the variable's aggregation."""
@@ -385,22 +358,6 @@ class Variable(NestLeaf, ReadsAsArray):
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise errors.not_copyable(self.name)
-
-
-def _shape_of(initial_value: Any, dtype: Any) -> Any:
-    """What a variable needs to know of its value where nothing is ever computed."""
-    if isinstance(initial_value, Variable):
-        return jax.ShapeDtypeStruct(initial_value.shape, dtype or initial_value.dtype)
-    if callable(initial_value):
-        return jax.eval_shape(lambda: jnp.asarray(initial_value(), dtype=dtype))
-    if isinstance(initial_value, (list, tuple)):
-        initial_value = np.asarray(initial_value)
-    return jax.eval_shape(lambda value: jnp.asarray(value, dtype=dtype), initial_value)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    """Converts an array; keys, which cannot be, have the dtype already."""
-    return value if value.dtype == dtype else value.astype(dtype)
 
 
 # Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and

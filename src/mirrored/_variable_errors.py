@@ -39,10 +39,11 @@ def created_inside(name: str) -> ContextError:
     )
 
 
-def no_array(name: str, action: str, value: Any) -> ArgumentTypeError:
+def no_array(name: str, action: str, value: Any, dtype: Any) -> ArgumentTypeError:
     """A value that JAX makes no array of."""
+    wanted = "" if dtype is None else f" and dtype={dtype!r}"
     return ArgumentTypeError(
-        fact=f"{action} of variable {name!r} was given {value!r} ({type(value).__name__}).",
+        fact=f"{action} of variable {name!r} was given {value!r} ({type(value).__name__}){wanted}.",
         expected="an array, a number or a list of numbers.",
         hint="a variable holds one array; keep other values in Python.",
     )
