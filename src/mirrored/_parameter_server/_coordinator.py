@@ -16,7 +16,7 @@ from typing import Any, final
 
 import jax
 
-from mirrored._errors import ArgumentError, CheckpointError, ServerError, WorkerError
+from mirrored._errors import ArgumentError, CheckpointError, ContextError, ServerError, WorkerError
 from mirrored._parameter_server._closure_queue import Closure, ClosureQueue
 from mirrored._parameter_server._engine import ClosureCall, ClosureOutcome
 from mirrored._parameter_server._per_worker import (
@@ -129,6 +129,12 @@ class ClusterCoordinator:
         own_args, own_kwargs = jax.tree.map(
             _for_workers, (tuple(args), dict(kwargs or {})), is_leaf=is_object_leaf
         )
+        if not self._deployment.leases and self._strategy.is_shared:
+            raise ContextError(
+                fact="schedule was called on servers that are shared with another strategy.",
+                expected="workers to run closures; here the other strategy computes.",
+                hint="call strategy.run of that strategy, with rows of table.pull(ids).",
+            )
         if self._restores and self._deployment.unsaved:
             self._save_between_closures()
         self._join_turns()
@@ -230,7 +236,7 @@ class ClusterCoordinator:
         """
         with self._standstill:
             checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
-            return self._save(checkpoints)
+            return self._deployment.once(lambda: self._save(checkpoints), "a checkpoint")
 
     def restore(self, directory: str | os.PathLike[str] | None = None) -> bool:
         """Brings the servers to the state of the latest checkpoint in a directory.
@@ -242,11 +248,25 @@ class ClusterCoordinator:
           False if there is no checkpoint.
         """
         checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
-        with self._standstill:
+
+        def act() -> bool:
             latest = checkpoints.latest()
             if latest is not None:
                 self._restore(*latest)
             return latest is not None
+
+        return self._brought_back(act)
+
+    def _brought_back(self, action: Callable[[], bool]) -> bool:
+        """Acts, once for all processes that share the servers; says whether they changed."""
+        sharing = self._deployment.sharing
+        with self._standstill:
+            if sharing is not None:
+                sharing.before_write()
+            found = self._deployment.once(action, "bringing a checkpoint back")
+            if found and sharing is not None and not sharing.is_first:
+                self._deployment.follow_epoch()
+            return found
 
     def get_state(self) -> dict[str, str]:
         """Saves what is on the servers; returns where, for ``mirrored.checkpoint``.
@@ -262,14 +282,19 @@ class ClusterCoordinator:
                 hint="write ParameterServerStrategy(..., checkpoint_directory=...).",
             )
         with self._standstill:
-            path = self._save(Checkpoints(self._state_directory(), keep=4))
+            checkpoints = Checkpoints(self._state_directory(), keep=4)
+            path = self._deployment.once(lambda: self._save(checkpoints), "a checkpoint")
         return {"checkpoint": os.path.basename(path)}
 
     def set_state(self, state: Mapping[str, str]) -> None:
         """Brings the servers to what ``get_state`` saved."""
         path = os.path.join(self._state_directory(), state["checkpoint"])
-        with self._standstill:
+
+        def act() -> bool:
             self._restore(path, read_manifest(path))
+            return True
+
+        self._brought_back(act)
 
     def _state_directory(self) -> str:
         return os.path.join(self._strategy.checkpoint_directory or "", "of_programs")

@@ -60,6 +60,8 @@ class Server:
         self._rounds = Rounds()
         self._ended: set[int] = set()
         self._epoch = 0
+        # Messages with writes of the program itself, which some who read wait for.
+        self._writes = 0
         self._tally = Tally()
         self._operations: dict[str, Callable[[Fields, list[np.ndarray]], Reply]] = {
             "create": self._create,
@@ -143,10 +145,18 @@ class Server:
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
         self._close(fields.get("closed", ()))
+        if self._is_behind(fields):
+            return {"behind": True}, []
         return {}, self._values(fields)
+
+    def _is_behind(self, fields: Fields) -> bool:
+        """Whether writes that are to be seen are still on their way, from another process."""
+        return fields.get("after", 0) > self._writes
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
+        if self._is_behind(fields):
+            return {"behind": True}, []
         return {}, [
             self._table(number).read(rows)
             for number, rows in zip(fields["tables"], arrays, strict=True)
@@ -205,6 +215,8 @@ class Server:
         self._apply(fields["updates"], arrays)
         if closure is not None:
             self.applied.note(closure, step)
+        if fields["lease"] is None:
+            self._writes += 1
         return self._answer(fields, {})
 
     def _answer(self, fields: Fields, answer: Fields) -> Reply:
