@@ -145,6 +145,12 @@ class Deployment:
         self.once(lambda: self._control_all("optimizer", spec.number, rule), name)
         return spec
 
+    def replace_rule(self, optimizer: OptimizerSpec, rule: Any) -> None:
+        """Gives the servers another rule for an optimizer, which keeps its state."""
+        self.unsaved = True
+        self.catalog.rules[optimizer.number] = rule
+        self.once(lambda: self._control_all("rule", optimizer.number, rule), optimizer.name)
+
     def _control_all(self, operation: str, *objects: Any) -> None:
         for server in range(self.server_count):
             self.engine.control(server, operation, *objects)

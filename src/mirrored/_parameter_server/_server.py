@@ -7,9 +7,9 @@ arrays lie is in ``_store`` and ``_tables``, how they change in ``_updates``.
 Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values; ``pull``
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
-``optimizer`` (number, rule), ``number`` (optimizer, path, value), ``table`` (piece, a
-function of a range of rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``,
-``save``, ``restore``.
+``optimizer`` (number, rule), ``rule``, which takes the place of another (number, rule),
+``number`` (optimizer, path, value), ``table`` (piece, a function of a range of rows),
+``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``, ``save``, ``restore``.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Server:
         }
         self._controls: dict[str, Callable[..., Any]] = {
             "optimizer": self._set_optimizer,
+            "rule": self._replace_rule,
             "number": self._set_number,
             "table": self._create_table,
             "pieces": self._expect_pieces,
@@ -177,6 +178,14 @@ class Server:
 
     def _set_optimizer(self, number: int, rule: Rule) -> None:
         self.rules.setdefault(number, rule)
+
+    def _replace_rule(self, number: int, rule: Rule) -> None:
+        self.rules[number] = rule
+        if number in self.updates:
+            self.updates[number].replace(rule)
+        for table in self.tables.values():
+            if number in table.optimizers:
+                table.optimizers[number].replace(rule, table.values)
 
     def _set_number(self, number: int, path: str, value: Any) -> None:
         """Sets a number in an optimizer's state, its learning rate say, on this server."""

@@ -17,7 +17,7 @@ import numpy as np
 from mirrored._errors import ServerError
 from mirrored._parameter_server._rules import Rule, require_elementwise
 from mirrored._parameter_server._store import Piece
-from mirrored._parameter_server._updates import cpu_device, with_number
+from mirrored._parameter_server._updates import carried_over, cpu_device, with_number
 
 _SMALLEST = 16
 _ALIGNMENT = 64
@@ -123,22 +123,33 @@ class RowUpdate:
     """
 
     def __init__(self, rule: Rule, piece: Piece, values: np.ndarray) -> None:
+        self._device = cpu_device()
+        self._piece = piece
+        self.rule = rule
+        self.leaves: list[Any] = []
+        self._take_in(rule, values, None)
+
+    def _take_in(self, rule: Rule, values: np.ndarray, before: Any) -> None:
+        piece = self._piece
         require_elementwise(
             rule,
             [jax.ShapeDtypeStruct(piece.shape, piece.dtype)],
             f"{piece.name!r} is updated row by row",
         )
-        self.rule = rule
-        self._device = cpu_device()
         with jax.default_device(self._device):
             state = jax.jit(rule.init)([values])
-        leaves, self.structure = jax.tree.flatten(state)
+        leaves, self.structure = jax.tree.flatten(carried_over(before, state))
         self.by_row = [leaf.shape == values.shape for leaf in leaves]
-        self.leaves: list[Any] = [
-            np.array(leaf) if by_row else leaf
+        self.leaves = [
+            leaf if not by_row or isinstance(leaf, np.ndarray) else np.array(leaf)
             for leaf, by_row in zip(leaves, self.by_row, strict=True)
         ]
+        self.rule = rule
         self._step: Callable[..., Any] = jax.jit(self._traced)
+
+    def replace(self, rule: Rule, values: np.ndarray) -> None:
+        """Goes on with another rule, from what of the state both have."""
+        self._take_in(rule, values, self.structure.unflatten(self.leaves))
 
     def apply(self, values: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Changes ``values`` and the state, in place, at ``rows``."""

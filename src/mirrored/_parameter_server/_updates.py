@@ -34,6 +34,20 @@ def with_number(state: Any, path: str, value: Any) -> Any:
     )
 
 
+def carried_over(old: Any, new: Any) -> Any:
+    """A new state with what an old one had at the same paths, in the same shapes."""
+    known = {
+        jax.tree_util.keystr(at): leaf for at, leaf in jax.tree_util.tree_leaves_with_path(old)
+    }
+    leaves, structure = jax.tree_util.tree_flatten_with_path(new)
+    kept = []
+    for at, leaf in leaves:
+        before = known.get(jax.tree_util.keystr(at))
+        fits = before is not None and before.shape == leaf.shape and before.dtype == leaf.dtype
+        kept.append(before if fits else leaf)
+    return structure.unflatten(kept)
+
+
 @final
 class DenseUpdate:
     """One optimizer's update of the pieces a server has of its variables.
@@ -62,14 +76,24 @@ class DenseUpdate:
         if len(lists) > 1:
             self._order.sort(key=lambda at: self._buffers[at[0]].numbers[at[1]])
         self.pieces = [self._buffers[index].pieces[place] for index, place in self._order]
-        shapes = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.pieces]
-        if not whole:
+        self._whole = whole
+        self.state: Any = self._first_state(rule)
+        self._held: list[tuple[np.ndarray | None, Any]] = [(None, None)] * len(lists)
+        self._step = jax.jit(self._traced, donate_argnums=2)
+
+    def _first_state(self, rule: Rule) -> Any:
+        if not self._whole:
+            shapes = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.pieces]
             require_elementwise(rule, shapes, "its variables are divided between servers")
         values = [buffer.values() for buffer in self._buffers]
         ordered = [values[index][place] for index, place in self._order]
         with jax.default_device(self._device):
-            self.state: Any = jax.jit(rule.init)(ordered)
-        self._held: list[tuple[np.ndarray | None, Any]] = [(None, None)] * len(lists)
+            return jax.jit(rule.init)(ordered)
+
+    def replace(self, rule: Rule) -> None:
+        """Goes on with another rule, from what of the state both have."""
+        self.state = carried_over(self.state, self._first_state(rule))
+        self.rule = rule
         self._step = jax.jit(self._traced, donate_argnums=2)
 
     def apply(self, gradients: Sequence[np.ndarray]) -> None:
