@@ -16,7 +16,6 @@ from typing import Any, final
 
 from mirrored._errors import MirroredError, ServerError, WorkerError
 from mirrored._parameter_server._channel import Channel, gone, silent
-from mirrored._parameter_server._closures import UNKNOWN
 from mirrored._parameter_server._engine import (
     ClosureCall,
     ClosureOutcome,
@@ -31,6 +30,7 @@ from mirrored._parameter_server._ray_session import NAMESPACE, RaySession, ray
 # What follows needs what the session has found to be there.
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from mirrored._parameter_server._closures import UNKNOWN
 from mirrored._parameter_server._endpoint import (
     LOOPBACK,
     Address,

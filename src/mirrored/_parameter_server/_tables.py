@@ -59,8 +59,7 @@ class Table:
         self.optimizers: dict[int, RowUpdate] = {}
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Copies the rows with these numbers, counted from this piece's first."""
-        self._check(rows)
+        """Copies the rows with these numbers, counted from this piece's first; checked before."""
         self.rows_read += len(rows)
         return self.values.take(rows, axis=0)
 
@@ -72,7 +71,7 @@ class Table:
         gradients: np.ndarray,
         numbers: Mapping[str, Any],
     ) -> None:
-        """Changes some rows, all different, by one step of an optimizer.
+        """Changes some rows by one step of an optimizer; checked before.
 
         Args:
           number: of the optimizer.
@@ -81,14 +80,6 @@ class Table:
           gradients: theirs.
           numbers: what was set in the optimizer's state before it had one.
         """
-        self._check(rows)
-        if gradients.shape != (len(rows), *self.piece.shape[1:]):
-            raise ServerError(
-                fact=f"table {self.piece.name!r} was given {len(rows)} row numbers and gradients "
-                f"of shape {gradients.shape}.",
-                expected=f"shape {(len(rows), *self.piece.shape[1:])}.",
-                hint="all processes must run the same version of the program.",
-            )
         self.rows_written += len(rows)
         optimizer = self.optimizers.get(number)
         if optimizer is None:
@@ -98,18 +89,44 @@ class Table:
         optimizer.apply(self.values, rows, gradients)
 
     def write(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Sets some rows."""
-        self._check(rows)
+        """Sets some rows; checked before."""
         self.rows_written += len(rows)
         self.values[rows] = values
 
-    def _check(self, rows: np.ndarray) -> None:
+    def check_rows(self, rows: np.ndarray) -> None:
+        """Raises ServerError unless these are numbers of rows of this piece."""
+        if rows.ndim != 1 or rows.dtype != np.int64:
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given row numbers {rows.dtype}"
+                f"{list(rows.shape)}.",
+                expected="int64 in one dimension.",
+                hint="all processes must run the same version of mirrored.",
+            )
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self.values)):
             raise ServerError(
                 fact=f"table {self.piece.name!r} was asked for rows {int(rows.min())} to "
                 f"{int(rows.max())} of its {len(self.values)} on this server.",
                 expected="rows that are there.",
                 hint="look at the largest id of the batch.",
+            )
+
+    def check_update(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Raises ServerError unless these are different rows, and a value for each."""
+        self.check_rows(rows)
+        if values.shape != (len(rows), *self.piece.shape[1:]) or values.dtype != self.piece.dtype:
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given {len(rows)} row numbers and values "
+                f"{values.dtype}{list(values.shape)}.",
+                expected=f"{self.piece.dtype}{[len(rows), *self.piece.shape[1:]]}.",
+                hint="all processes must run the same version of the program.",
+            )
+        # Of a row that came twice one value would be lost.
+        if len(rows) and not bool((rows[1:] > rows[:-1]).all()):
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given row numbers that are not in order, or "
+                "not different.",
+                expected="each row once, in order.",
+                hint="all processes must run the same version of mirrored.",
             )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mirrored._errors import ServerError
 from mirrored._parameter_server._rules import Rule, require_elementwise
-from mirrored._parameter_server._store import Buffer, Store
+from mirrored._parameter_server._store import Store
 
 
 def cpu_device() -> Any:
@@ -97,10 +97,9 @@ class DenseUpdate:
         self._step = jax.jit(self._traced, donate_argnums=2)
 
     def apply(self, gradients: Sequence[np.ndarray]) -> None:
-        """Changes the values by one step."""
+        """Changes the values by one step; the gradients were checked before."""
         flats = []
         for index, buffer in enumerate(self._buffers):
-            self._check(buffer, gradients[index])
             seen, held = self._held[index]
             # Changed by an assignment since: what lies on the device is old.
             flats.append(held if seen is buffer.flat else jax.device_put(buffer.flat, self._device))
@@ -109,14 +108,14 @@ class DenseUpdate:
             buffer.flat = np.asarray(array)
             self._held[index] = (buffer.flat, array)
 
-    def _check(self, buffer: Buffer, gradient: np.ndarray) -> None:
-        if gradient.shape != buffer.flat.shape or gradient.dtype != buffer.flat.dtype:
+    def require_same(self, server: str, lists: Sequence[Sequence[int]]) -> None:
+        """Raises ServerError unless gradients come for the pieces it keeps state for."""
+        if self.lists != [tuple(numbers) for numbers in lists]:
             raise ServerError(
-                fact=f"optimizer {self.rule.name!r} was given a gradient "
-                f"{gradient.dtype}{list(gradient.shape)} for pieces of "
-                f"{buffer.flat.dtype}{list(buffer.flat.shape)}.",
-                expected="one number for each element.",
-                hint="all processes must run the same version of the program.",
+                fact=f"optimizer {self.rule.name!r} keeps state for pieces {self.lists} on "
+                f"{server} and was given gradients of {lists}.",
+                expected="the same variables in every step.",
+                hint="use one Optimizer for each set of variables.",
             )
 
     def set_number(self, path: str, value: Any) -> None:
