@@ -42,15 +42,19 @@ COMPARED_LOSSES = 4
 MEMORY_ROUNDS = 3
 # The forms of GPT-2 in gpt2.VARIANTS, the most telling first.
 VARIANTS = (
+    "tuned, again",
     "plain",
     "plain, flag",
     "tuned, no flag",
-    "tuned, 8 chunks",
-    "tuned, 2 chunks",
+    "tuned, rows apart",
     "tuned, plain norm",
-    "tuned, one product",
-    "tuned, plain gelu",
     "tuned, plain head",
+    "tuned, plain gelu",
+    "tuned, one product",
+    "tuned, one product, 2 chunks",
+    "tuned, 2 chunks",
+    "tuned, 8 chunks",
+    "tuned, attention as JAX chooses",
 )
 FLAGS = ["--xla_gpu_enable_triton_gemm=false"]
 
@@ -324,25 +328,32 @@ def start_mock(options: Any) -> Any:
 
 
 def run(options: Any, cache: str, started: list[Any]) -> None:
+    if options.variants:
+        processes = {"jax": start("gpt2", "jax", options, cache)}
+        started.append(processes["jax"])
+        processes["jax"].answer()
+        if make(Report("gpu-gpt2-variants", options), processes["jax"], "jax"):
+            measure_variants(processes, options)
+        return
     workloads = options.workloads
-    processes: dict[str, dict[str, Process]] = {}
+    peers: dict[str, dict[str, Process]] = {}
     for workload in workloads:
-        processes[workload] = {
+        peers[workload] = {
             library: start(workload, library, options, cache) for library in options.libraries
         }
-        started += processes[workload].values()
+        started += peers[workload].values()
     for workload in workloads:
-        for process in processes[workload].values():
+        for process in peers[workload].values():
             process.answer()
     say("all processes are up")
     reports = {}
     for workload in workloads:
         try:
-            reports[workload] = measure(workload, processes[workload], options)
+            reports[workload] = measure(workload, peers[workload], options)
         except ContenderError as error:
             say(f"{workload} FAILED: {error}")
         # What is not needed any more gives its memory back: the probes come beside the rest.
-        for library, process in processes[workload].items():
+        for library, process in peers[workload].items():
             if (workload, library) != ("gpt2", "jax"):
                 process.end()
     mock = start_mock(options)
@@ -353,7 +364,7 @@ def run(options: Any, cache: str, started: list[Any]) -> None:
     except subprocess.TimeoutExpired:
         say(f"the compile for GPUs that are not there did not end within {PATIENCE} s")
     if "gpt2" in reports:
-        measure_variants(processes["gpt2"], options)
+        measure_variants(peers["gpt2"], options)
 
 
 def main() -> None:
@@ -367,6 +378,7 @@ def main() -> None:
         default=["jax", "torch"],
     )
     parser.add_argument("--xla-flags", nargs="*", default=FLAGS)
+    parser.add_argument("--variants", action="store_true", help="only the forms of GPT-2")
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the script")
     parser.add_argument("--budget", type=int, default=480, help="seconds it may take")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results")
