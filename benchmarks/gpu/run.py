@@ -39,7 +39,6 @@ ROUNDS = {"gpt2": (9, 10, 0.02), "loop": (15, 400, 1e-3), "resnet50": (9, 12, 0.
 # A contender that does not answer for so many seconds is left out.
 PATIENCE = 150
 COMPARED_LOSSES = 4
-MEMORY_ROUNDS = 3
 # The forms of GPT-2 in gpt2.VARIANTS, the most telling first.
 VARIANTS = (
     "tuned, again",
@@ -184,7 +183,7 @@ def compare(report: Report, name: str, base: str) -> None:
         pairs = [a / b for a, b in zip(ours["rounds"], theirs["rounds"])]
         report.ratios[f"{name} / {base}, time"] = statistics.median(pairs)
         report.ratios[f"{name} / {base}, host"] = ours["host"] / theirs["host"]
-    for key, what in (("peak_bytes", "memory"), ("planned_bytes", "planned memory")):
+    for key, what in (("needed_bytes", "memory"), ("peak_bytes", "allocator's peak")):
         if ours.get(key) and theirs.get(key):
             report.ratios[f"{name} / {base}, {what}"] = ours[key] / theirs[key]
 
@@ -200,6 +199,8 @@ def show(report: Report) -> None:
         text += f" (half of the rounds in {low:.1f}..{high:.1f}), host {figures['host']:.1f} us"
         if figures.get("peak_bytes"):
             text += f", peak {figures['peak_bytes'] / 2**30:.3f} GiB"
+        if figures.get("needed_bytes"):
+            text += f", needed {figures['needed_bytes'] / 2**30:.3f} GiB"
         say(text)
 
 
@@ -237,34 +238,30 @@ def measure(workload: str, processes: dict[str, Process], options: Any) -> Repor
 
 
 def read_memory(reports: dict[str, Report], options: Any, cache: str, started: list[Any]) -> None:
-    """Reads the peak memory of each JAX contender alone, a few times; time does not matter.
+    """Reads the memory of each JAX contender alone, all at once: time does not matter.
 
-    What the libraries' kernels take while they start up varies by a percent from process to
-    process, so the median counts.
+    What is needed is the sum of living arrays and of what the program takes beside them. The
+    allocator's peak is told too, but it is no measure to a percent: a block is given whole when
+    cutting it would leave less than 128 MiB, so the peak depends on what was freed before.
     """
     say("memory")
-    peaks: dict[tuple[str, str], list[int]] = {}
-    for _ in range(1 if options.small else MEMORY_ROUNDS):
-        probes = {}
-        for workload, report in reports.items():
-            for name in STYLES:
-                if name in report.contenders:
-                    probes[workload, name] = start(workload, "jax", options, cache)
-                    started.append(probes[workload, name])
-                    probes[workload, name].send(make=name)
-                    probes[workload, name].send(losses=3, of=name)
-                    probes[workload, name].send(memory=1)
-        for (workload, name), process in probes.items():
-            try:
-                peaks.setdefault((workload, name), []).append(process.answer()["peak_bytes"])
-                planned = process.ask(planned=name)
-                reports[workload].contenders[name]["planned_bytes"] = planned["planned_bytes"]
-            except ContenderError as error:
-                reports[workload].fail(f"memory of {name}", error)
-            process.end()
-    for (workload, name), found in peaks.items():
-        figures = {"peak_bytes": statistics.median(found), "peak_bytes_rounds": found}
-        reports[workload].contenders[name] |= figures
+    probes = {}
+    for workload, report in reports.items():
+        for name in STYLES:
+            if name in report.contenders:
+                probes[workload, name] = start(workload, "jax", options, cache)
+                started.append(probes[workload, name])
+                probes[workload, name].send(make=name)
+                probes[workload, name].send(losses=3, of=name)
+                probes[workload, name].send(memory=1)
+    for (workload, name), process in probes.items():
+        figures = reports[workload].contenders[name]
+        try:
+            figures["peak_bytes"] = process.answer()["peak_bytes"]
+            figures["needed_bytes"] = process.ask(needed=name)["needed_bytes"]
+        except ContenderError as error:
+            reports[workload].fail(f"memory of {name}", error)
+        process.end()
     for workload, report in reports.items():
         for base in ("jax", "torch"):
             for name in STYLES:
