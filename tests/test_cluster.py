@@ -135,6 +135,21 @@ def test_kubernetes_that_does_not_tell(kubernetes, monkeypatch):
         resolve_cluster(None, 1, {})
 
 
+def test_a_pod_of_a_job_does_not_train_alone(environment, monkeypatch):
+    """Without the package kubernetes JAX only warns, and each pod would train by itself."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+    environment(pod)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with (
+        pytest.warns(UserWarning, match="kubernetes"),
+        pytest.raises(mirrored.ClusterError, match="pod 2 of an indexed Kubernetes Job"),
+    ):
+        resolve_cluster(None, 1, pod)
+    # Any other pod, one with a notebook for instance, is alone.
+    with pytest.warns(UserWarning, match="kubernetes"):
+        assert resolve_cluster(None, 1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+
+
 CLOUD_TPU = "jax._src.clusters.cloud_tpu_cluster"
 
 

@@ -309,8 +309,8 @@ class Strategy(abc.ABC):
     ) -> DistributedDataset:
         """Distributes what ``dataset_fn(input_context)`` returns: batches for one replica each.
 
-        The function is called once for each process (input pipeline); consecutive
-        elements go to consecutive replicas.
+        The function is called once for each process (input pipeline), and again for each
+        epoch if it is a generator function; consecutive elements go to consecutive replicas.
         """
         return distribute_from_function(self.placement, dataset_fn, prefetch=prefetch)
 

@@ -314,6 +314,11 @@ def completed(step: int) -> None:
     _doings.write()
 
 
+def last_pulse() -> int:
+    """Returns how many compiled programs and steps this process has run."""
+    return _doings.pulse
+
+
 def last_step() -> int:
     """Returns the last step completed here; -1 before the first."""
     return _doings.step
