@@ -250,6 +250,8 @@ def test_the_collectives_of_a_program_as_text():
   %all-reduce.1 = (f32[10,4]{1,0}, /*index=1*/bf16[8]{0}, pred[]) all-reduce(%a, %b, %c)
   %s = f32[16]{0} all-reduce-start(%x), channel_id=1
   %d = f32[16]{0} all-reduce-done(%s)
+  %n = ((f32[32]{0}), f32[32]{0}) all-reduce-start(%x), channel_id=1
+  %m = ((f32[2]{0}, s8[3]), (f32[2]{0}, s8[3])) all-reduce-start(%x, %y), channel_id=1
   %g = (f32[2,3], f32[4,3]) all-gather-start(%x), dimensions={0}
   %h = ((f32[2], s8[3]), (f32[4], s8[6])) all-gather-start(%x, %y)
   %p = (f32[5], f32[5], u32[], u32[]) collective-permute-start(%x)
@@ -258,7 +260,7 @@ def test_the_collectives_of_a_program_as_text():
   %fusion = f32[99] fusion(%x), calls=%all-reduce.fused
 """
     assert collectives_of(text) == (
-        Collective("all-reduce", 2, 160 + 16 + 1 + 64),
+        Collective("all-reduce", 4, 160 + 16 + 1 + 64 + 128 + 11),
         Collective("all-gather", 2, 48 + 16 + 6),
         Collective("collective-permute", 1, 20),
         Collective("reduce-scatter", 1, 7),

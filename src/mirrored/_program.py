@@ -19,7 +19,7 @@ from mirrored import _context, _objects, _workers
 from mirrored._errors import DeviceError, OwnershipError
 from mirrored._placement import Placement
 from mirrored._signature import is_array_like, is_python_number
-from mirrored._values import is_object_leaf, refuse_other_devices
+from mirrored._values import flattened, is_object_leaf, refuse_other_devices
 from mirrored._variable import Variable, live_variables, return_lent
 
 
@@ -65,7 +65,7 @@ def _trace(
         args, kwargs = treedef.unflatten(filled)
         with _context.entered(frame=frame):
             result = function(*args, **kwargs)
-        outputs, out_treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+        outputs, out_treedef = flattened(result, is_object_leaf)
         # Python numbers that come out are constants of the program.
         result_places = [
             place

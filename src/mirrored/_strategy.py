@@ -123,7 +123,9 @@ class Strategy(abc.ABC):
 
         PerReplica values anywhere in ``args`` and ``kwargs`` become this replica's
         component; everything else is given to all replicas. Arrays and Python numbers
-        are traced; other Python values, bools included, are given as they are.
+        are traced; other Python values (bools, strings, objects) are given as they are, and the
+        function is traced again for others: equal ones are told by their hash, those without
+        one by what they are, so a change inside such an object is not seen.
 
         Args:
           fn: the replica function; traced once, whatever the number of replicas.
@@ -309,8 +311,8 @@ class Strategy(abc.ABC):
     ) -> DistributedDataset:
         """Distributes what ``dataset_fn(input_context)`` returns: batches for one replica each.
 
-        The function is called once for each process (input pipeline); consecutive
-        elements go to consecutive replicas.
+        The function is called once for each process (input pipeline), and again for each
+        epoch if it is a generator function; consecutive elements go to consecutive replicas.
         """
         return distribute_from_function(self.placement, dataset_fn, prefetch=prefetch)
 
