@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import goals
@@ -68,6 +68,10 @@ SECTIONS = {
     "gpu-gpt2": ("GPT-2 small on one GPU", "bfloat16, 32 x 1024 tokens, AdamW."),
     "gpu-resnet50": ("ResNet-50 on one GPU", "bfloat16, batches of 256 images of 224 x 224."),
     "gpu-loop": ("The custom loop on one GPU", "784-10, batches of 64: dispatch alone."),
+    "gpu-gpt2-variants": (
+        "Forms of GPT-2 small on one GPU",
+        "Hand-written JAX again, with one part written another way, over the form above.",
+    ),
     "gpu-mock-8": (
         "GPT-2 small compiled for 8 GPUs",
         "What the functional step would send, and what it would take on each device.",
@@ -87,9 +91,10 @@ This page is written by `benchmarks/report.py` from the files in `benchmarks/res
 
 CAVEATS = """## Before you read a figure
 
-- **No accelerator.** All measured figures come from virtual CPU devices of one small machine
-  ({machine}). They show what a library adds to a step, and how that grows. They do not show how
-  fast a GPU or a TPU trains; what is known of GPUs is [at the end](#gpus).
+- **Virtual CPU devices, but for the last part.** All figures above [GPUs](#gpus) come from virtual
+  devices of one small machine ({machine}). They show what a library adds to a step, and how that
+  grows, not how fast a GPU or a TPU trains. On accelerators one GPU was measured ({gpu}), several
+  never; nothing was measured on a TPU.
 - **Tiny models on purpose.** The smaller the arithmetic, the larger the share of overhead. With a
   model that keeps a device busy for milliseconds most of these differences vanish.
 - **Virtual devices share the cores.** Two replicas on two cores compete with the host's own work;
@@ -162,6 +167,7 @@ def _ratios(result: Result) -> Iterator[str]:
 
 def _figures(result: Result) -> Iterator[str]:
     """Every contender's figures, one row each."""
+    on_gpu = bool(result["machine"].get("gpu"))
     columns = {
         "spread": lambda f: f"{results.spread(f['rounds']):.0%}" if len(f["rounds"]) > 1 else "",
         "thread": lambda f: _number(f["thread"]) if "thread" in f else "",
@@ -170,6 +176,9 @@ def _figures(result: Result) -> Iterator[str]:
         "compile_s": lambda f: f"{f['compile_s']:.2f}" if "compile_s" in f else "",
         "traces": lambda f: str(f.get("traces", "")),
         "peak_bytes": lambda f: f"{f['peak_bytes'] / 2**20:,.0f}" if f.get("peak_bytes") else "",
+        "needed_bytes": lambda f: (
+            f"{f['needed_bytes'] / 2**20:,.0f}" if "needed_bytes" in f else ""
+        ),
         "optimizer_bytes": lambda f: f"{f['optimizer_bytes'] / 2**20:.2f}",
         "first_epoch_s": lambda f: f"{f['first_epoch_s']:.1f}",
         "seconds_to_accuracy": lambda f: (
@@ -183,7 +192,8 @@ def _figures(result: Result) -> Iterator[str]:
         "first_step_s": "first step, s",
         "trace_s": "trace and lower, s",
         "compile_s": "compile, s",
-        "peak_bytes": "process, MiB",
+        "peak_bytes": "the allocator's peak, MiB" if on_gpu else "process, MiB",
+        "needed_bytes": "needed, MiB",
         "optimizer_bytes": "optimizer, MiB a device",
         "first_epoch_s": "first epoch, s",
         "seconds_to_accuracy": "to 89 %, s",
@@ -286,6 +296,10 @@ def _anchor(goal: goals.Goal) -> str:
     return re.sub(r"[\s]+", "-", title.strip())
 
 
+def _machines(results: Iterable[Result]) -> str:
+    return "; ".join(sorted({_machine(result) for result in results})) or "none yet"
+
+
 def _versions(found: Mapping[str, Result]) -> Iterator[str]:
     lines: dict[str, list[str]] = {}
     for name, result in found.items():
@@ -300,8 +314,12 @@ def _versions(found: Mapping[str, Result]) -> Iterator[str]:
 
 def page(found: Mapping[str, Result]) -> str:
     """The text of the page."""
-    machines = dict.fromkeys(_machine(result) for result in found.values())
-    lines = [INTRODUCTION, CAVEATS.format(machine="; ".join(machines)).rstrip()]
+    on_gpu = {name for name in found if name.startswith("gpu-")}
+    caveats = CAVEATS.format(
+        machine=_machines(found[name] for name in found if name not in on_gpu),
+        gpu=_machines(found[name] for name in on_gpu),
+    )
+    lines = [INTRODUCTION, caveats.rstrip()]
     busy = [SECTIONS[name][0] for name, result in found.items() if _is_busy(result)]
     if busy:
         lines.append(
@@ -311,7 +329,6 @@ def page(found: Mapping[str, Result]) -> str:
         )
     lines.append("")
     lines += _goals(found)
-    on_gpu = {name for name in found if name.startswith("gpu-")}
     for name, result in found.items():
         if name not in on_gpu:
             lines += _section(name, result)

@@ -258,6 +258,16 @@ def test_consecutive_batches_go_to_consecutive_replicas(replicas, count, expecte
     )
 
 
+def test_a_generator_function_is_called_for_each_epoch(two):
+    def dataset_fn(context):
+        for number in range(3):
+            yield np.full(2, number)
+
+    dataset = two.distribute_datasets_from_function(dataset_fn)
+    for _ in range(2):
+        assert [parts(batch) for batch in dataset] == [[[0, 0], [1, 1]], [[2, 2], []]]
+
+
 def test_equal_pieces_need_no_padding_and_nests_share_their_counts(two):
     pieces = [{"a": np.ones((2, 3)), "b": np.arange(2)} for _ in range(4)]
     dataset = two.distribute_datasets_from_function(lambda context: pieces)

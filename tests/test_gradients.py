@@ -223,8 +223,10 @@ def test_gradients_in_cross_replica_and_default_context(two):
         assert mirrored.grad(lambda: (w**2).sum(), [w])[0].tolist() == [2.0, 4.0]
     gradients, aux = mirrored.grad(lambda p: (p**2, "aux"), has_aux=True)(3.0)
     assert (float(gradients), aux) == (6.0, "aux")
-    with pytest.raises(ValueError, match="among the variables"):
+    with pytest.raises(ValueError, match=r"an array of shape \(2,\) among the variables"):
         mirrored.grad(lambda: 1.0, [jnp.ones(2)])
+    with pytest.raises(ValueError, match="no variables"):
+        mirrored.value_and_grad(lambda: 1.0, [])
     with pytest.raises(ValueError, match="has no gradient"):
         mirrored.grad(lambda: 1.0, [mirrored.Variable(1)])
 

@@ -78,6 +78,20 @@ def test_one_who_ends_because_of_another_is_not_the_first(capfd):
     assert "worker 1 (host " in capfd.readouterr().err.partition("mirrored launch: ")[2]
 
 
+def test_one_who_ends_before_it_comes_is_not_waited_for(capfd):
+    """Its exit code is 0, so nobody ends the others; they would wait for minutes."""
+    program = (
+        "import os, sys\n"
+        "if os.environ['MIRRORED_PROCESS_ID'] == '{}': sys.exit()\n"
+        "from mirrored import _cluster, _rollcall\n"
+        "_rollcall.gather(_cluster.resolve_cluster(None, 1), 600)"
+    )
+    for early in (0, 1):
+        assert run(program.format(early), processes=3) == 1
+        said = capfd.readouterr().err
+        assert f"worker {early} of 3 came to the end of its program before it met" in said
+
+
 def test_killed_by_a_signal(capfd):
     assert run("import os; os.kill(os.getpid(), 11)") == 128 + 11
     assert "was killed by SIGSEGV" in capfd.readouterr().err

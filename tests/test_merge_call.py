@@ -50,6 +50,25 @@ def test_local_results_are_those_of_all_replicas(replicas):
 
 
 @pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_equal_values_of_replicas_stay_theirs(replicas, debug):
+    strategy = make_strategy(replicas)
+    counts = []
+
+    def count(strategy, own, reduced):
+        counts.append([len(strategy.local_results(value)) for value in (own, reduced, 3.0)])
+        return own
+
+    def replica_function(x):
+        context = mirrored.get_replica_context()
+        return context.merge_call(count, args=(x, context.all_reduce("sum", x)))
+
+    with strategy.debug() if debug else contextlib.nullcontext():
+        strategy.run(replica_function, (jnp.float32(3),))
+    assert counts == [[replicas, 1, 1]] * (replicas if debug else 1)
+
+
+@pytest.mark.parametrize("debug", [False, True])
 def test_values_that_happen_to_be_equal_are_summed_all_the_same(two, debug):
     # Typed as each replica's own, since it entered run.
     total = merged(two, lambda s, v: s.reduce("sum", v, axis=None), value=3.0, debug=debug)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mirrored import _compat, _replica
 from mirrored._placement import Placement
-from mirrored._program import is_array_like
+from mirrored._signature import is_array_like
 from mirrored._values import PerReplica, flatten
 
 
@@ -41,6 +41,13 @@ class Arguments:
             for index, value in self.per_replica.items()
         }
         return longer
+
+    def are_batches(self) -> list[bool]:
+        """Says of each per-replica value whether its rows are those of a batch."""
+        return [
+            value.stacked.ndim > 1 and (value.is_batch or value.row_counts is not None)
+            for value in self.per_replica.values()
+        ]
 
     def rebuild(self, values: dict[int, Any]) -> tuple[Any, Any]:
         """Puts this replica's values in place of the leaves."""

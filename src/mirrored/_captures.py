@@ -28,6 +28,9 @@ class Captures:
         self._watches: list[tuple[Any, str, Any]] = []
         for holder, name in _holders(function):
             self._watches.append((holder, name, _look(holder, name)))
+        # The same, ready to be looked at in every call.
+        self._cells = [(h, value) for h, _, value in self._watches if not isinstance(h, dict)]
+        self._globals = [watch for watch in self._watches if isinstance(watch[0], dict)]
 
     def objects(self) -> list[Any]:
         """The values captured when the snapshot was taken, and what these hold.
@@ -36,6 +39,20 @@ class Captures:
         """
         captured = [value for _, _, value in self._watches if value is not _MISSING]
         return list(_parts([*self._bound, *captured]))
+
+    def unchanged(self) -> bool:
+        """Whether everything is as it was; ``changed`` says what is not."""
+        try:
+            for cell, before in self._cells:
+                if cell.cell_contents is not before:
+                    return self.changed() is None
+        except ValueError:
+            # An empty cell.
+            return self.changed() is None
+        for names, name, before in self._globals:
+            if names.get(name, _MISSING) is not before:
+                return self.changed() is None
+        return True
 
     @property
     def is_complete(self) -> bool:

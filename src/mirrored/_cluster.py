@@ -121,9 +121,24 @@ def resolve_cluster(
             "pass cluster=mirrored.Cluster(...).",
         ) from error
     if detected is None:
+        _refuse_to_be_alone(known)
         return None
     who, address, count, number, local = detected
     return Cluster(address, count, number, who, local)
+
+
+def _refuse_to_be_alone(environment: Mapping[str, str]) -> None:
+    """Raises where one pod of many would train by itself, and all of them the same."""
+    index = environment.get("JOB_COMPLETION_INDEX")
+    if index is None or "KUBERNETES_SERVICE_HOST" not in environment:
+        return
+    raise ClusterError(
+        fact=f"this is pod {index} of an indexed Kubernetes Job, and JAX cannot learn which "
+        "others there are: the package kubernetes is not installed.",
+        expected="a description of the cluster, or the package with which JAX asks for it.",
+        hint=f"pip install 'jax[k8s]', or set {COORDINATOR}, {PROCESS_COUNT} and {PROCESS_ID} "
+        "(examples/cluster has a JobSet); a pod that is to train alone uses MirroredStrategy.",
+    )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -58,6 +58,10 @@ class Communicator(abc.ABC):
     def is_own(self, value: Any) -> bool:
         """Says whether ``value`` may differ from the other replicas' value."""
 
+    def came_from_one(self, value: Any) -> bool:
+        """Says whether ``value`` counts as this replica's own, even if equal to the others'."""
+        return self.is_own(value)
+
     def scatter_sum(self, rows: Any) -> Any:
         """Sums an array with one row for each replica; each keeps its own row."""
         return self.own(self.sum([rows])[0][self.replica_id])

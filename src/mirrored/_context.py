@@ -101,6 +101,15 @@ class Context:
     home: Home | None = None
     participant: Any = None
 
+    def is_like(self, other: Context) -> bool:
+        """Whether a program traced in the other context is right in this one."""
+        return (
+            self.strategy is other.strategy
+            and self.home is other.home
+            and self.frame is None
+            and self.replica is None
+        )
+
 
 _OUTSIDE = Context()
 _CURRENT: contextvars.ContextVar[Context] = contextvars.ContextVar("mirrored_context")

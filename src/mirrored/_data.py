@@ -7,6 +7,7 @@ beside this one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -269,6 +270,11 @@ def distribute_from_function(
         len(processes), processes.index(_process_of(placement)), placement.replica_count
     )
     dataset = dataset_fn(context)
+    if inspect.isgenerator(dataset):
+        # It gives its batches once, and none of its lines has run: a new one for each epoch.
+        def dataset() -> Any:
+            return dataset_fn(context)
+
     _refuse_distributed(dataset)
     local = len(placement.local_replica_ids)
     source = PieceSource(require_iterable(dataset), local, len(processes))

@@ -21,9 +21,9 @@ from mirrored._claims import Claim
 from mirrored._collectives import Communicator, fold_in_replica
 from mirrored._errors import ContextError, VariableError
 from mirrored._placement import Placement
-from mirrored._program import is_array_like
+from mirrored._signature import is_array, is_array_like
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten, is_object_leaf
+from mirrored._values import PerReplica, flatten, flattened, is_object_leaf
 from mirrored._variable import Variable
 
 _DEBUGGED: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_debugged", default=None)
@@ -199,6 +199,13 @@ class _TakingTurns(Communicator):
         parts = [np.asarray(part) for part in self._meet("a comparison", value)]
         return not all(np.array_equal(parts[0], part, equal_nan=_has_nan(part)) for part in parts)
 
+    def came_from_one(self, value: Any) -> bool:
+        # There are no types to ask here either; what collectives gave is known, though, and
+        # other arrays of JAX are the replica's own, as those are that come out of run.
+        if _compat.is_traced(value) or not isinstance(value, jax.Array):
+            return self.is_own(value)
+        return not any(value is agreed for agreed in self.agreed_values)
+
     def loss_is_own(self, loss: Any) -> bool:
         # The gradient of sum above makes the mean over replicas right for every loss.
         return True
@@ -344,7 +351,7 @@ def _store(placement: Placement, frames: list[_context.Frame]) -> None:
 
 
 def _combined(placement: Placement, results: list[Any], communicators: list[Any]) -> Any:
-    flat = [jax.tree.flatten(result, is_leaf=is_object_leaf) for result in results]
+    flat = [flattened(result, is_object_leaf) for result in results]
     structures = {str(structure) for _, structure in flat}
     if len(structures) > 1:
         raise ContextError(
@@ -361,7 +368,7 @@ def _combined(placement: Placement, results: list[Any], communicators: list[Any]
             if not all(np.array_equal(parts[0], part, equal_nan=_has_nan(part)) for part in parts):
                 raise first.refusal()
             outputs.append(placement.mirror(parts[0]))
-        elif not isinstance(first, (jax.Array, np.ndarray, np.generic)):
+        elif not is_array(first):
             outputs.append(first)
         elif id(first) in agreed:
             outputs.append(placement.mirror(np.asarray(first)))

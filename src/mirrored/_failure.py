@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 
@@ -26,7 +26,7 @@ from mirrored._cluster import Cluster, resolve_cluster
 from mirrored._errors import WorkerError
 from mirrored._report import EXIT_BYSTANDER, RUN_DIRECTORY, Failure
 from mirrored._rollcall import Member
-from mirrored._workers import Workers, last_step
+from mirrored._workers import Workers, last_pulse, last_step
 
 _BEAT_SECONDS = 0.5
 # With more workers than this each beats more rarely, so that worker 0's load grows
@@ -78,6 +78,8 @@ class Watch:
         self._telling = threading.Lock()
         self._ending = threading.Lock()
         self._failed_itself = False
+        # What sys.exit was given here last, and how much had run until then.
+        self._exit: tuple[object, int] | None = None
         now = time.monotonic()
         # For each worker: its last beat, when it was seen to change, its last step.
         self._seen = {member.process_id: ("", now, -1) for member in workers.members}
@@ -94,11 +96,16 @@ class Watch:
         # Before JAX's own leave-taking, which is registered earlier.
         atexit.register(self._leave)
         sys.excepthook = self._on_exception
+        # Python tells nobody with which code it ends.
+        sys.exit = self._on_exit
         threading.excepthook = self._on_thread_exception
         _before_abort(self._on_abort)
 
     def _leave(self) -> None:
         """Tells the others that this program has come to its end."""
+        if self._exit is not None and self._exit[1] == last_pulse():
+            code = self._exit[0]
+            self._fail(f"SystemExit: {code}", f"SystemExit: {code}", _exit_code(code))
         try:
             with self._telling:
                 self._over.set()
@@ -148,6 +155,8 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(1.0):
+            if self._ending.locked():
+                return
             self._look_for_the_left()
             found = self._silent(_QUIET_SECONDS + 2 * self._interval)
             if found is None or found.process_id in self._warned:
@@ -237,6 +246,20 @@ class Watch:
             if found is not None:
                 return found
             time.sleep(0.05)
+        return self._left_early()
+
+    def _left_early(self) -> WorkerError | None:
+        """Blames one that ended without a fault, where nobody else is to blame."""
+        for number, (beat, _, step) in self._seen.items():
+            if beat == _LEFT:
+                return WorkerError(
+                    fact=f"{self._workers.name(number)} had come to the end of its program, its "
+                    f"last step was {step}; here it is {last_step()}, and this worker still "
+                    "needed it.",
+                    expected="as many steps on every worker.",
+                    hint="see why its loop was shorter: the same data, or as many batches, on "
+                    "every worker.",
+                )
         return None
 
     def _end_because_of_peer(self, own: str | None) -> None:
@@ -244,7 +267,7 @@ class Watch:
         if not self._ending.acquire(blocking=False):
             # Another thread is already at it.
             threading.Event().wait()
-        self._over.set()
+        # The beat goes on: it hears what the one who failed has left as its last word.
         error = self._culprit() if self._peer_failure is not None else None
         error = error or self._search(_LONGEST_SEARCH_SECONDS)
         text = "" if own is None else own
@@ -268,9 +291,19 @@ class Watch:
             _end(EXIT_BYSTANDER)
         if isinstance(error, Exception) and _COMMUNICATION.search(str(error)):
             self._end_because_of_peer(own)
-        self._fail(own, "".join(traceback.format_exception_only(kind, error)).strip(), kind)
+        summary = "".join(traceback.format_exception_only(kind, error)).strip()
+        self._fail(own, summary, 130 if kind is KeyboardInterrupt else 1)
 
-    def _fail(self, own: str, summary: str, kind: Any) -> None:
+    def _on_exit(self, code: Any = None, /) -> NoReturn:
+        """In place of sys.exit: with anything but 0 the program says that it has failed.
+
+        The others would wait for it, and it for them, in JAX's leave-taking.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._exit = None if code in (None, 0) else (code, last_pulse())
+        raise SystemExit(code)
+
+    def _fail(self, own: str, summary: str, code: int) -> None:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
         self._failed_itself = True
@@ -279,7 +312,7 @@ class Watch:
         telling = threading.Thread(target=self._tell_others, args=(failure,), daemon=True)
         telling.start()
         telling.join(3.0)
-        _end(130 if kind is KeyboardInterrupt else 1)
+        _end(code)
 
     def _tell_others(self, failure: Failure) -> None:
         try:
@@ -324,6 +357,11 @@ def _say(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
     sys.stderr.flush()
+
+
+def _exit_code(given: object) -> int:
+    """The exit code that Python makes of what sys.exit was given."""
+    return given if isinstance(given, int) else 1
 
 
 def _end(code: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mirrored import _compat, _context
-from mirrored._program import Programs
+from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._variable import Variable
 
 
@@ -26,6 +26,10 @@ class Function:
         self._programs = Programs(function, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            result = self._programs.repeated(args)
+            if result is not NOT_REPEATED:
+                return result
         if _runs_in_place():
             return self.__wrapped__(*args, **kwargs)
         home = _context.current().home

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mirrored import _compat, _context, _replica
 from mirrored._collectives import Communicator
@@ -220,6 +221,24 @@ def grad(
     return lambda *args, **kwargs: without_value(both(*args, **kwargs))
 
 
+def _no_variable(leaf: Any) -> ArgumentError:
+    kind = type(leaf)
+    if kind.__module__.partition(".")[0] == "keras":
+        return ArgumentError(
+            fact=f"value_and_grad was given the Keras variable {leaf.path!r} among the variables.",
+            expected="mirrored.Variable objects.",
+            hint="use model.fit, with a train_step of your own if need be; or differentiate "
+            "model.stateless_call with respect to plain arrays: see the guide on Keras, "
+            '"A loop of your own".',
+        )
+    shown = f"an array of shape {leaf.shape}" if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+    return ArgumentError(
+        fact=f"value_and_grad was given {shown} among the variables.",
+        expected="mirrored.Variable objects.",
+        hint="for plain arrays write mirrored.value_and_grad(loss_fn)(params, ...).",
+    )
+
+
 def flatten_variables(variables: Any) -> tuple[list[Any], Any]:
     """Flattens a nest of Variables, refusing everything that has no gradient."""
     leaves, structure = jax.tree.flatten(
@@ -227,17 +246,19 @@ def flatten_variables(variables: Any) -> tuple[list[Any], Any]:
     )
     for leaf in leaves:
         if not isinstance(leaf, (Variable, Remote)):
-            raise ArgumentError(
-                fact=f"value_and_grad was given {leaf!r} among the variables.",
-                expected="mirrored.Variable objects.",
-                hint="for plain arrays write mirrored.value_and_grad(loss_fn)(params, ...).",
-            )
+            raise _no_variable(leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ArgumentError(
                 fact=f"variable {leaf.name!r} has dtype {leaf.dtype}, which has no gradient.",
                 expected="floating variables.",
                 hint="leave it out of the list.",
             )
+    if not leaves:
+        raise ArgumentError(
+            fact=f"value_and_grad was given no variables: {variables!r}.",
+            expected="at least one mirrored.Variable to differentiate with respect to.",
+            hint="make them before the call; layers that were not built yet have none.",
+        )
     return leaves, structure
 
 

@@ -22,7 +22,7 @@ from mirrored._claims import Claim
 from mirrored._errors import ContextError
 from mirrored._placement import Placement
 from mirrored._replica import ReplicaContext, get_replica_context
-from mirrored._values import is_leaf, is_object_leaf
+from mirrored._values import flattened, is_leaf, is_object_leaf, mapped
 
 _ADAPTERS: dict[str, str] = {}
 _KINDS: dict[type, Adapter] = {}
@@ -126,8 +126,8 @@ def _in_use() -> bool:
 def taken_from(nest: tuple[Any, Any]) -> tuple[list[Any], Any, Held]:
     """Flattens (args, kwargs) for JAX and takes the objects among them apart."""
     if not _in_use():
-        return *jax.tree.flatten(nest, is_leaf=is_object_leaf), NONE
-    leaves, structure = jax.tree.flatten(nest, is_leaf=_is_object_of_any_kind)
+        return *flattened(nest, is_object_leaf), NONE
+    leaves, structure = flattened(nest, _is_object_of_any_kind)
     places = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
     held = Held(take([leaves[index] for index in places]) if places else None, places)
     for index in places:
@@ -206,7 +206,7 @@ NONE = Held(None, [])
 
 def map_arguments(function: Callable[[Any], Any], nest: Any) -> Any:
     """Maps over (args, kwargs) with PerReplica values and objects as leaves."""
-    return jax.tree.map(function, nest, is_leaf=_is_leaf)
+    return mapped(function, nest, is_leaf=_is_leaf)
 
 
 def take(objects: Sequence[Any]) -> Taken:
@@ -229,7 +229,7 @@ def run_with_objects(
     Their arrays enter as arguments; what the function changes comes out by the
     library's rules, the same on all replicas, and is written on the objects.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+    leaves, structure = flattened((args, kwargs), _is_leaf)
     places = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
     if not places:
         return run(function, args, kwargs)

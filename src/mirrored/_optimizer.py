@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mirrored import _context
+from mirrored import _context, _optimizer_checks
 from mirrored._collectives import Communicator
-from mirrored._errors import ArgumentError, OwnershipError
+from mirrored._errors import ArgumentError
 from mirrored._finite import finite_flags, raise_if_not_finite
 from mirrored._gradient_reduction import GradientReduction
 from mirrored._placement import Placement, default_placement
@@ -23,7 +23,7 @@ from mirrored._sharded_state import StateShards, component
 from mirrored._shards import reduced_shards, shard_flags
 from mirrored._sparse import IndexedSlices
 from mirrored._types import OPTIMIZER_STATE, ReduceOp
-from mirrored._values import PerReplica, is_object_leaf
+from mirrored._values import is_object_leaf
 from mirrored._variable import Variable
 
 
@@ -69,12 +69,7 @@ class Optimizer:
         check_finite: bool = False,
         name: str = "optimizer",
     ) -> None:
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise ArgumentError(
-                fact=f"Optimizer was given {tx!r}.",
-                expected="an Optax gradient transformation.",
-                hint="write for example mirrored.Optimizer(optax.adam(1e-3)).",
-            )
+        _optimizer_checks.require_transformation(tx)
         context = _context.current()
         self._tx = tx
         self._reduction = GradientReduction(reduce, communication_dtype, reduction)
@@ -90,6 +85,7 @@ class Optimizer:
         self._strategy = context.strategy
         self._placement: Placement | None = context.placement
         self._home = context.home
+        self._eager_step: Any = None
         self._variables: list[Variable] | None = None
         self._state: Any = None
         self._when_built: list[Callable[[], None]] = []
@@ -132,7 +128,7 @@ class Optimizer:
         """Creates the state for ``variables``; otherwise done by the first update."""
         chosen = list(variables)
         for variable in chosen:
-            self._check_owner(variable)
+            _optimizer_checks.require_owner(self.name, self._placement, variable)
         placement = chosen[0].placement if chosen else self._placement or default_placement()
         values = [variable.storage for variable in chosen]
         # In one compiled call: states are made of many small arrays of zeros.
@@ -169,29 +165,6 @@ class Optimizer:
         label = f"{self.name}{jax.tree_util.keystr(path)}"
         return Variable(leaf, trainable=False, name=label)
 
-    def _check_owner(self, variable: Any) -> None:
-        if not isinstance(variable, Variable):
-            raise ArgumentError(
-                fact=f"the optimizer was given {variable!r} where a variable belongs.",
-                expected="pairs of (gradient, mirrored.Variable).",
-                hint="write optimizer.apply_gradients(zip(gradients, variables)), in this order.",
-            )
-        if self._placement is not None and variable.placement is not self._placement:
-            raise OwnershipError(
-                fact=f"variable {variable.name!r} of {variable.placement.describe()} was given to "
-                f"optimizer {self.name!r} of {self._placement.describe()}.",
-                expected="variables and optimizer of one strategy.",
-                hint=f"create both inside the same `with strategy.scope():` (the variable: "
-                f"{variable.created_at}).",
-            )
-        if self._placement is None and variable.placement is not default_placement():
-            raise OwnershipError(
-                fact=f"optimizer {self.name!r} was created outside any scope, and variable "
-                f"{variable.name!r} belongs to {variable.placement.describe()}.",
-                expected="variables and optimizer of one strategy.",
-                hint="move the line that creates the optimizer inside `with strategy.scope():`.",
-            )
-
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Updates the variables by one step.
 
@@ -211,12 +184,12 @@ class Optimizer:
         if self._home is not None:
             self._home.apply_gradients(self, pairs)
             return
-        self._check_pairs(pairs)
+        _optimizer_checks.require_pairs(self.name, self._placement, pairs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
         if self._variables is None:
             self._build_for(variables)
-        self._check_same(variables)
+        _optimizer_checks.require_same(self.name, self._variables or [], variables)
         context = _context.current()
         sharded = self._sharded(variables[0].placement)
         if sharded and context.replica is None:
@@ -239,38 +212,6 @@ class Optimizer:
             return super().__reduce_ex__(protocol)
         return self._home.pickled(self)
 
-    def _check_pairs(self, pairs: list[Any]) -> None:
-        for pair in pairs:
-            if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise ArgumentError(
-                    fact=f"apply_gradients was given {pair!r}.",
-                    expected="pairs of (gradient, variable).",
-                    hint="write optimizer.apply_gradients(zip(gradients, variables)).",
-                )
-            gradient, variable = pair
-            self._check_owner(variable)
-            if isinstance(gradient, PerReplica):
-                raise ArgumentError(
-                    fact=f"the gradient of variable {variable.name!r} is a PerReplica value.",
-                    expected="a reduced gradient in cross-replica context.",
-                    hint='reduce it with strategy.reduce("mean", gradients), or call '
-                    "apply_gradients inside strategy.run.",
-                )
-            if gradient is None:
-                raise ArgumentError(
-                    fact=f"the gradient of variable {variable.name!r} is None.",
-                    expected="an array.",
-                    hint="leave the pair out.",
-                )
-            shape = getattr(gradient, "dense_shape", None) or jnp.shape(gradient)
-            if tuple(shape) != variable.shape:
-                raise ArgumentError(
-                    fact=f"the gradient of variable {variable.name!r} has shape {tuple(shape)}, "
-                    f"the variable {variable.shape}.",
-                    expected="equal shapes.",
-                    hint="check that gradients and variables are zipped in the same order.",
-                )
-
     def _build_for(self, variables: list[Variable]) -> None:
         frame = _context.current().frame
         if frame is None or frame.is_concrete:
@@ -278,20 +219,6 @@ class Optimizer:
             return
         # Inside a trace nothing can be created: leave it, create the state, trace again.
         raise _context.RetraceWith(lambda: self.build(variables))
-
-    def _check_same(self, variables: list[Variable]) -> None:
-        known = self._variables or []
-        if len(known) == len(variables) and all(
-            old is new for old, new in zip(known, variables, strict=True)
-        ):
-            return
-        raise ArgumentError(
-            fact=f"optimizer {self.name!r} keeps state for "
-            f"{[variable.name for variable in known]} and was given gradients of "
-            f"{[variable.name for variable in variables]}.",
-            expected="the same variables in the same order in every step.",
-            hint="use one Optimizer for each set of variables.",
-        )
 
     def _reduced(
         self, gradients: list[Any], variables: list[Variable], communicator: Communicator
@@ -366,8 +293,6 @@ class Optimizer:
         if self._eager_step is None:
             self._eager_step = jax.jit(self._step)
         return self._eager_step
-
-    _eager_step: Any = None
 
     def _step(self, gradients: Any, values: Any, state: Any) -> tuple[Any, Any, Any]:
         with jax.named_scope("mirrored.update"):

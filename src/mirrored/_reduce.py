@@ -24,14 +24,14 @@ from mirrored._reduction import (
 )
 from mirrored._sparse import IndexedSlices, all_reduce_slices, is_reducible, reduce_slices
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, flatten, map_nest
+from mirrored._values import PerReplica, flatten, flattened, map_nest
 
 
 def reduce_value(placement: Placement, op: ReduceOp, value: Any, axis: Any) -> Any:
     """Reduces every leaf of a nest; see ``Strategy.reduce``."""
     axes = _parsed_axis(axis)
     replica = _merging_replica()
-    leaves, structure = jax.tree.flatten(value, is_leaf=is_reducible)
+    leaves, structure = flattened(value, is_reducible)
     if replica is not None:
         return structure.unflatten([_reduce_merged(op, leaf, axes, replica) for leaf in leaves])
     slices = [index for index, leaf in enumerate(leaves) if _has_slices(leaf)]

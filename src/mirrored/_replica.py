@@ -11,6 +11,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mirrored import _compat
 from mirrored._collectives import (
@@ -24,7 +25,7 @@ from mirrored._context import current, entered
 from mirrored._errors import ContextError, PaddingError
 from mirrored._sparse import all_reduce_slices, is_slices
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica, map_nest
+from mirrored._values import PerReplica, flattened, map_nest, mapped
 
 
 @final
@@ -111,7 +112,7 @@ class ReplicaContext:
         Needed where JAX wants one type from the start: the initial carry of a
         ``jax.lax.scan`` that adds up this replica's data, say.
         """
-        return jax.tree.map(self._communicator.own, value)
+        return mapped(self._communicator.own, value)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Reduces ``value`` (a nest) elementwise over the replicas.
@@ -120,7 +121,7 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op)
         with jax.named_scope(f"mirrored.all_reduce_{op.name.lower()}"):
-            leaves, structure = jax.tree.flatten(value, is_leaf=is_slices)
+            leaves, structure = flattened(value, is_slices)
             dense = [leaf for leaf in leaves if not is_slices(leaf)]
             reduced = iter(all_reduce(op, dense, self._communicator))
             return structure.unflatten(
@@ -135,7 +136,8 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates ``value`` (a nest) of all replicas along ``axis``; scalars are stacked."""
         with jax.named_scope("mirrored.all_gather"):
-            return all_gather(value, axis, self._communicator)
+            leaves, structure = flattened(value)
+            return structure.unflatten(all_gather(leaves, axis, self._communicator))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``merge_fn(strategy, *args)`` in cross-replica context, in the same program.
@@ -156,8 +158,9 @@ class ReplicaContext:
         return map_nest(self._from_merge, result)
 
     def _to_merge(self, value: Any) -> Any:
-        if hasattr(value, "dtype") and self._communicator.is_own(value):
-            return PerReplica.from_stacked(jnp.expand_dims(value, 0))
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+        if is_array and self._communicator.came_from_one(value):
+            return PerReplica.from_stacked(jnp.expand_dims(jnp.asarray(value), 0))
         return value
 
     def _from_merge(self, value: Any) -> Any:

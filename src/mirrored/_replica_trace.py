@@ -13,7 +13,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from mirrored import _compat, _context, _replica
@@ -22,8 +21,9 @@ from mirrored._claims import Claim
 from mirrored._collectives import ProgramCommunicator, fold_in_replica, to_varying
 from mirrored._errors import TracingError, VariableError
 from mirrored._placement import Placement
+from mirrored._signature import is_array
 from mirrored._soundness import replica_program
-from mirrored._values import is_object_leaf
+from mirrored._values import flattened, is_object_leaf
 from mirrored._variable import Variable
 
 SPLIT = PartitionSpec(_compat.REPLICA_AXIS)
@@ -145,7 +145,7 @@ class ReplicaTrace:
                 differentiated={},
             ):
                 result = _call(self._function, args, kwargs)
-            leaves, treedef = jax.tree.flatten(result, is_leaf=is_object_leaf)
+            leaves, treedef = flattened(result, is_object_leaf)
             claims = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Claim)}
             leaves = [leaf.value if isinstance(leaf, Claim) else leaf for leaf in leaves]
             same, own = _by_type(leaves, hidden)
@@ -205,7 +205,7 @@ def _by_type(leaves: list[Any], hidden: frozenset[int]) -> tuple[list[int], list
     same: list[int] = []
     own: list[int] = []
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        if not is_array(leaf):
             continue
         varies = index in hidden or _compat.varies_over_replicas(leaf)
         (own if varies else same).append(index)

@@ -93,6 +93,16 @@ def read_failure(directory: str | os.PathLike[str], process_id: int) -> Failure 
     return Failure.from_json(path.read_text()) if path.exists() else None
 
 
+def write_ended(directory: str | os.PathLike[str], process_id: int) -> None:
+    """Leaves word, for the other workers, that this one has ended with 0."""
+    (pathlib.Path(directory) / f"ended-{process_id}").touch()
+
+
+def read_ended(directory: str | os.PathLike[str], process_id: int) -> bool:
+    """Says whether a worker is known to have ended with 0."""
+    return (pathlib.Path(directory) / f"ended-{process_id}").exists()
+
+
 def write_preempted(directory: str | os.PathLike[str], process_id: int, step: int) -> None:
     """Leaves word that this worker ended early, having saved after ``step``."""
     (pathlib.Path(directory) / f"preempted-{process_id}").write_text(str(step))

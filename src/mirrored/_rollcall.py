@@ -17,10 +17,13 @@ from typing import Any, final
 
 from mirrored._cluster import Cluster
 from mirrored._errors import ClusterError
+from mirrored._report import RUN_DIRECTORY, read_ended
 
 _VERSION = 1
 _PAUSE = 0.05
 _MOST_PAUSE = 0.5
+# How often worker 0 looks for those who have ended in place of coming.
+_LOOK_SECONDS = 0.5
 # How long after the deadline worker 0 may take to tell the others who is absent.
 _GRACE = 5.0
 
@@ -63,11 +66,17 @@ def _call(cluster: Cluster, me: Member, deadline: float, timeout: float) -> tupl
     try:
         with _listen(cluster) as server:
             while len(present) < cluster.process_count:
-                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                server.settimeout(min(max(deadline - time.monotonic(), 0.001), _LOOK_SECONDS))
                 try:
                     line, _ = server.accept()
                 except TimeoutError:
                     absent = _absent(cluster, present)
+                    over = _ended(absent)
+                    if over is not None:
+                        _reply(lines, {"ended": over})
+                        raise _ended_error(cluster, over) from None
+                    if time.monotonic() < deadline:
+                        continue
                     _reply(lines, {"absent": absent})
                     raise _absent_error(cluster, absent, timeout) from None
                 lines.append(line)
@@ -153,12 +162,16 @@ def _answer(cluster: Cluster, me: Member, deadline: float, timeout: float) -> tu
         heard = _ask(cluster, hello, deadline)
         if heard is not None:
             break
+        if _ended([0]) is not None:
+            raise _ended_error(cluster, 0)
         if time.monotonic() > deadline:
             raise _absent_error(cluster, [0], timeout)
         time.sleep(pause)
         pause = min(2 * pause, _MOST_PAUSE)
     if "absent" in heard:
         raise _absent_error(cluster, heard["absent"], timeout)
+    if "ended" in heard:
+        raise _ended_error(cluster, heard["ended"])
     if "refused" in heard:
         raise _refused(cluster, heard["refused"])
     return tuple(Member(*member) for member in heard["members"])
@@ -218,6 +231,23 @@ def _absent_error(cluster: Cluster, absent: list[int], timeout: float) -> Cluste
         f"{cluster.coordinator} within {timeout:g} s (the cluster is from {cluster.source}).",
         expected=f"all {cluster.process_count} workers.",
         hint=hint,
+    )
+
+
+def _ended(absent: list[int]) -> int | None:
+    """Finds one of the absent that the launcher knows to have ended."""
+    directory = os.environ.get(RUN_DIRECTORY)
+    if directory is None:
+        return None
+    return next((number for number in absent if read_ended(directory, number)), None)
+
+
+def _ended_error(cluster: Cluster, number: int) -> ClusterError:
+    return ClusterError(
+        fact=f"worker {number} of {cluster.process_count} came to the end of its program before "
+        "it met the others.",
+        expected=f"all {cluster.process_count} workers.",
+        hint="every worker must run the same program, and make the strategy.",
     )
 
 

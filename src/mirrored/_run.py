@@ -17,8 +17,12 @@ from mirrored._arguments import Arguments
 from mirrored._errors import ContextError, OwnershipError, PaddingError, VariableError
 from mirrored._placement import Placement
 from mirrored._replica_trace import MIRRORED, SPLIT, Outline, ReplicaTrace
-from mirrored._row_mixing import APART, ROW_BY_ROW, mixing_outputs
-from mirrored._soundness import refuse_gradients_summed_by_jax, varying_outputs
+from mirrored._row_mixing import mixing_outputs
+from mirrored._soundness import (
+    captured_constants,
+    refuse_gradients_summed_by_jax,
+    varying_outputs,
+)
 from mirrored._uniformity import NOTHING, REPLICA, ROWS, output_dependence
 from mirrored._values import PerReplica
 from mirrored._variable import live_variables
@@ -85,7 +89,7 @@ class _Replicated:
         (same, stored), (own, components), flags = outline.structure.unflatten(flat)
         own = self._with_claims_kept(inner, operands, outline, own[: len(outline.own)])
         self._store(outline, stored, components, flags)
-        per_row = self._per_row_outputs(inner, operands, outline)
+        per_row = self._per_row_outputs((inner, jaxpr, outline), operands)
         counts = self._arguments.row_counts
         outputs = list(outline.leaves)
         for index, value in zip(outline.same, same, strict=True):
@@ -167,17 +171,20 @@ class _Replicated:
         if agree is not None and outline.rows is not None and outline.rows.asked:
             self._outer.checks.append((agree, _require_agreement))
 
-    def _per_row_outputs(self, inner: Any, operands: tuple[Any, ...], outline: Outline) -> set[int]:
+    def _per_row_outputs(
+        self, traced: tuple[Any, Any, Outline], operands: tuple[Any, ...]
+    ) -> set[int]:
         """Finds the outputs whose rows are the rows of a padded batch.
 
         They are those that grow by a row when the batch does.
         """
+        outline = traced[2]
         rows = outline.rows
         if rows is None or not rows.padded:
             return set()
         asked = rows.asked
         longer = self._with_one_more_row()
-        after = None if longer is None else longer[1].own_shapes
+        after = None if longer is None else longer[2].own_shapes
         per_row = {
             number
             for number, before in enumerate(outline.own_shapes)
@@ -191,24 +198,24 @@ class _Replicated:
         if not asked and (others or outline.written or outline.written_own):
             self._refuse_padding(rows, "nothing in it asks which")
         if not asked and longer is not None:
-            batch = len(operands[0])
-            captured = len(inner.invars) - len(jax.tree.leaves(operands))
-            states = [APART] * captured + [ROW_BY_ROW] * batch
-            states += [APART] * (len(inner.invars) - len(states))
+            # Of a single row one cannot see what becomes of several.
+            program, whole, _ = longer if rows.row_count == 1 else traced
+            captured = len(program.invars) - len(jax.tree.leaves(operands))
+            is_batch = [False] * captured + self._arguments.are_batches()
+            is_batch += [False] * (len(program.invars) - len(is_batch))
             first_own = len(outline.same) + len(outline.written)
-            mixing = mixing_outputs(inner, longer[0], states)[first_own:]
+            mixing = mixing_outputs(program, is_batch, captured_constants(whole))[first_own:]
             if any(mixing[number] for number in per_row):
                 self._refuse_padding(rows, "it combines rows with each other")
         return per_row
 
-    def _with_one_more_row(self) -> tuple[Any, Outline] | None:
-        """The program, and what was learned, for a batch of one row more."""
+    def _with_one_more_row(self) -> tuple[Any, Any, Outline] | None:
+        """What ``ReplicaTrace.traced`` returns, for a batch of one row more."""
         longer = self._trace.with_arguments(self._arguments.with_one_more_row())
         try:
-            inner, _, outline = longer.traced(longer.operands(), frozenset())
+            return longer.traced(longer.operands(), frozenset())
         except Exception:  # noqa: BLE001 (any failure means: the function fixes its row count)
             return None
-        return inner, outline
 
     def _refuse_padding(self, rows: _replica.RowValidity, why: str) -> None:
         name = getattr(self._function, "__qualname__", repr(self._function))

@@ -178,6 +178,19 @@ def replica_program(jaxpr: Any) -> Any:
     raise AssertionError(message)
 
 
+def captured_constants(jaxpr: Any) -> dict[int, Any]:
+    """The values, by number, of those inputs of the replicas' program that are constants."""
+    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    for equation in jaxpr.jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            return {
+                index: values[atom]
+                for index, atom in enumerate(equation.invars)
+                if not isinstance(atom, Literal) and atom in values
+            }
+    return {}
+
+
 def refuse_gradients_summed_by_jax(inner: Any, operand_count: int) -> None:
     """Refuses a gradient with respect to an array that is the same on all replicas by type.
 

@@ -28,7 +28,7 @@ from mirrored._explain import explain_step
 from mirrored._explanation import Explanation
 from mirrored._finite import require_finite
 from mirrored._placement import Placement
-from mirrored._program import Programs
+from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._reduce import gather_value, local_components, reduce_value
 from mirrored._run import refuse_nested, run_replicas
 from mirrored._types import ReduceOp
@@ -123,7 +123,9 @@ class Strategy(abc.ABC):
 
         PerReplica values anywhere in ``args`` and ``kwargs`` become this replica's
         component; everything else is given to all replicas. Arrays and Python numbers
-        are traced; other Python values, bools included, are given as they are.
+        are traced; other Python values (bools, strings, objects) are given as they are, and the
+        function is traced again for others: equal ones are told by their hash, those without
+        one by what they are, so a change inside such an object is not seen.
 
         Args:
           fn: the replica function; traced once, whatever the number of replicas.
@@ -152,7 +154,9 @@ class Strategy(abc.ABC):
             lambda leaf: leaf.placed(self.placement) if isinstance(leaf, PerReplica) else leaf,
             (args, kwargs),
         )
-        return self._programs_of(fn).call(args, kwargs)
+        programs = self._programs_of(fn)
+        result = NOT_REPEATED if kwargs else programs.repeated(args)
+        return programs.call(args, kwargs) if result is NOT_REPEATED else result
 
     def _programs_of(self, fn: Callable[..., Any]) -> Programs:
         key = fingerprint(fn)
@@ -307,8 +311,8 @@ class Strategy(abc.ABC):
     ) -> DistributedDataset:
         """Distributes what ``dataset_fn(input_context)`` returns: batches for one replica each.
 
-        The function is called once for each process (input pipeline); consecutive
-        elements go to consecutive replicas.
+        The function is called once for each process (input pipeline), and again for each
+        epoch if it is a generator function; consecutive elements go to consecutive replicas.
         """
         return distribute_from_function(self.placement, dataset_fn, prefetch=prefetch)
 

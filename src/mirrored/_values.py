@@ -269,12 +269,54 @@ def is_leaf(value: Any) -> bool:
 
 def flatten(nest: Any) -> tuple[list[Any], Any]:
     """Flattens a nest with PerReplica values and Variables as leaves."""
-    return jax.tree.flatten(nest, is_leaf=is_leaf)
+    return flattened(nest, is_leaf)
 
 
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
+    return mapped(function, nest, *rest, is_leaf=is_leaf)
+
+
+def flattened(nest: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """``jax.tree.flatten`` of a nest that users gave, whose dictionaries may not be sortable."""
+    try:
+        return jax.tree.flatten(nest, is_leaf=is_leaf)
+    except (TypeError, ValueError) as error:
+        keys = _unsortable_keys(nest, is_leaf)
+        if keys is None:
+            raise
+        raise ArgumentError(
+            fact=f"a nest holds a dictionary with the keys {', '.join(map(repr, keys))}, which "
+            "have no order.",
+            expected="keys that can be sorted: strings only, or numbers only.",
+            hint="write the keys as strings, or pass a tuple or a dataclass.",
+        ) from error
+
+
+def mapped(
+    function: Callable[..., Any],
+    nest: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """``jax.tree.map`` of nests that users gave."""
+    flattened(nest, is_leaf)
     return jax.tree.map(function, nest, *rest, is_leaf=is_leaf)
+
+
+def _unsortable_keys(nest: Any, is_leaf: Callable[[Any], bool] | None) -> list[Any] | None:
+    if is_leaf is not None and is_leaf(nest):
+        return None
+    if isinstance(nest, dict):
+        try:
+            sorted(nest)
+        except TypeError:
+            return list(nest)
+    parts = nest.values() if isinstance(nest, dict) else nest
+    if not isinstance(nest, (dict, list, tuple)):
+        return None
+    found = (_unsortable_keys(part, is_leaf) for part in parts)
+    return next((keys for keys in found if keys is not None), None)
 
 
 def _placed_over_processes(components: tuple[Any, ...], placement: Placement) -> PerReplica:

@@ -35,7 +35,9 @@ def test_an_exception_in_a_thread_ends_all(tmp_path):
 
 
 @pytest.mark.conformance(49)
-@pytest.mark.parametrize(("how", "who"), [("kill", 1), ("kill", 0), ("stop", 1)])
+@pytest.mark.parametrize(
+    ("how", "who"), [("kill", 1), ("kill", 0), ("stop", 1), ("exit", 0), ("exit", 1)]
+)
 def test_the_others_name_who_died_or_stopped(tmp_path, how, who):
     """Without a launcher, as under Slurm: two programs that know each other by TF_CONFIG."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -58,13 +60,18 @@ def test_the_others_name_who_died_or_stopped(tmp_path, how, who):
         seconds = time.monotonic() - began
     finally:
         for program in programs:
-            program.kill()
+            if how != "exit":
+                program.kill()
             program.communicate()
     # Starting takes some seconds of these.
     assert seconds < 30
     assert programs[1 - who].returncode == 86
     assert f"WorkerError: worker {who} (host {socket.gethostname()}, pid" in said.decode()
-    assert "its last step was" in said.decode()
+    if how == "exit":
+        assert "failed after step 20: SystemExit: 7" in said.decode()
+        assert programs[who].returncode == 7
+    else:
+        assert "its last step was" in said.decode()
 
 
 @pytest.mark.conformance(50)

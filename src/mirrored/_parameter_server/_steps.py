@@ -26,8 +26,8 @@ from mirrored._parameter_server._catalog import OptimizerSpec, VariableSpec
 from mirrored._parameter_server._ids import IdsProgram
 from mirrored._parameter_server._layout import ReadLayout, UpdateLayout
 from mirrored._parameter_server._recording import Recording
-from mirrored._program import is_array_like, signature_of
 from mirrored._replica import ReplicaContext
+from mirrored._signature import is_array_like, signature_of
 from mirrored._values import is_object_leaf
 
 _MOST_PROGRAMS = 256

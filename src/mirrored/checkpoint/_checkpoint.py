@@ -337,4 +337,5 @@ class Checkpoint:
         directory = os.environ.get(RUN_DIRECTORY)
         if directory:
             write_preempted(directory, int(os.environ.get(PROCESS_ID, "0")), self.step)
-        sys.exit(self._preemption_code)
+        # Not by sys.exit, with which a worker says that it has failed (see _failure).
+        raise SystemExit(self._preemption_code)

@@ -41,5 +41,5 @@ def companion_scope(strategy: Any) -> Iterator[None]:
         with _scope.refusing_models():
             yield
         return
-    with _scope.variables_of(strategy):
+    with _scope.draws_of_worker_0(strategy.placement), _scope.variables_of(strategy):
         yield

@@ -21,6 +21,7 @@ from mirrored._placement import Placement
 from mirrored.keras import _private
 from mirrored.keras._chunk import Chunk, shard_rows
 from mirrored.keras._flight import Pace
+from mirrored.keras._packed_sums import can_be_packed, packed_sums
 from mirrored.keras._per_replica import is_per_replica, per_replica_step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -113,12 +114,19 @@ class Program:
           With ``keep_all`` the first axis of what they returned is the batch's place in the
           chunk, or 0 alone if the program is not looped.
         """
-        _separate(state)
+        _separate(state, self._kept_arrays())
         if not self._compiled:
             outputs, state = self._step(state, chunk.structure.unflatten(chunk.leaves))
             return outputs, state, None
         function = self._function(self._traced(state, chunk), looped, keep_all)
         return function(state, chunk.leaves, self._position(start), self._position(count))
+
+    def _kept_arrays(self) -> set[int]:
+        """The arrays of the variables that this kind of step leaves where they are."""
+        optimizer = getattr(self._model, "optimizer", None)
+        if self._kind == "train" or optimizer is None:
+            return set()
+        return set(map(id, _private.values_of(optimizer.variables)))
 
     def may_loop(self, state: Any, chunk: Chunk) -> bool:
         """Says whether several steps in one call are worth while."""
@@ -178,17 +186,16 @@ class Program:
         jaxpr, shapes = jax.make_jaxpr(one_step, return_shape=True)(
             state, chunk.leaves, self._position(0)
         )
-        on_cpu = placement.devices[0].platform == "cpu"
         # XLA's CPU backend runs convolutions inside loops without its fast kernels: two
         # steps of a small CNN in one call took as long as four in two.
-        may_loop = not (on_cpu and "conv_general_dilated" in str(jaxpr))
+        may_loop = not (on_cpu(placement) and "conv_general_dilated" in str(jaxpr))
         return Traced(jaxpr, shapes, chunk.capacity, by_row, may_loop, {})
 
     def _function(self, traced: Traced, looped: bool, keep_all: bool) -> Callable[..., Any]:
         function = traced.functions.get((looped, keep_all))
         if function is not None:
             return function
-        run = jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+        run = self._step_function(traced)
         output_structure = jax.tree.structure(traced.shapes[0])
 
         def program(state: Any, leaves: Any, start: Any, count: Any) -> Any:
@@ -208,6 +215,18 @@ class Program:
         )
         traced.functions[looped, keep_all] = function
         return function
+
+    def _step_function(self, traced: Traced) -> Callable[..., Any]:
+        # Elsewhere an all-reduce takes any number of arrays at once.
+        meets_for_each = self._placement.replica_count > 1 and on_cpu(self._placement)
+        if meets_for_each and not self._gives_rows and can_be_packed(traced.jaxpr):
+            return packed_sums(traced.jaxpr, self._placement)
+        return jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+
+
+def on_cpu(placement: Placement) -> bool:
+    """Says whether the replicas are CPU devices, whose programs XLA treats differently."""
+    return placement.devices[0].platform == "cpu"
 
 
 def _take(placement: Placement, leaf: Any, size: int | None, position: Any) -> Any:
@@ -284,9 +303,9 @@ def _loop(
     return kept, state
 
 
-def _separate(state: tuple[list[Any], ...]) -> None:
-    """Copies arrays that stand in two variables: each is given away once."""
-    seen: set[int] = set()
+def _separate(state: tuple[list[Any], ...], kept: set[int]) -> None:
+    """Copies arrays that stand in two variables: each is given away once, and no kept one."""
+    seen = kept
     for values in state:
         for index, value in enumerate(values):
             if id(value) in seen:

@@ -7,14 +7,18 @@ which strategy: variables by the layout they were given, models by where they we
 from __future__ import annotations
 
 import contextlib
+import random
 import weakref
 from collections.abc import Iterator
 from typing import Any, final
 
 import jax
 import keras
+import numpy as np
 
+from mirrored import _workers
 from mirrored._errors import ContextError, DeviceError
+from mirrored._placement import Placement
 from mirrored.keras import _private
 
 
@@ -109,6 +113,24 @@ def variables_of(strategy: Any) -> Iterator[None]:
             yield
         finally:
             _private.forget_global_seed(lambda variable: owner_of(variable) is not None)
+
+
+@contextlib.contextmanager
+def draws_of_worker_0(placement: Placement) -> Iterator[None]:
+    """Lets every worker's Python draw what worker 0's draws: Keras seeds initial weights so."""
+    workers = _workers.connected() if placement.spans_processes else None
+    if workers is None:
+        yield
+        return
+    before = version, numbers, _ = random.getstate()
+    agreed = workers.broadcast(np.array(numbers, np.uint32), "the seeds of Keras's initializers")
+    if workers.process_id != 0:
+        random.setstate((version, tuple(map(int, agreed)), None))
+    try:
+        yield
+    finally:
+        if workers.process_id != 0:
+            random.setstate(before)
 
 
 @contextlib.contextmanager

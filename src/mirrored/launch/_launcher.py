@@ -28,6 +28,7 @@ from mirrored._report import (
     read_failure,
     read_preempted,
     read_progress,
+    write_ended,
 )
 from mirrored.launch._process import Worker
 from mirrored.launch._settings import Settings
@@ -187,6 +188,7 @@ class _Launcher:
         last_progress: Any = None
         changed_at = time.monotonic()
         stopped_since: dict[int, float] = {}
+        ended: set[int] = set()
         while True:
             self._deliver()
             codes = [worker.code for worker in self._workers]
@@ -194,6 +196,10 @@ class _Launcher:
                 return self._failed()
             if all(code == 0 for code in codes):
                 return self._ended()
+            for worker in self._workers:
+                if worker.code == 0 and worker.number not in ended:
+                    ended.add(worker.number)
+                    write_ended(self._directory, worker.number)
             now = time.monotonic()
             if self._told_to_end_at is not None:
                 if now - self._told_to_end_at > self._settings.grace:

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import signal
 import sys
 
@@ -34,8 +35,27 @@ class Kill(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Batches(keras.utils.PyDataset):
+    """The rows in batches of 8, the last of which has 5."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        rows = slice(8 * number, 8 * number + 8)
+        return X[rows], Y[rows]
+
+
+def generated():
+    """A generator's batches: each of another size, the last of a single row."""
+    for start, end in ((0, 7), (7, 20), (20, 23), (23, 24)):
+        yield X[start:end], Y[start:end]
+
+
 def train(strategy, directory, seed, killed):
-    keras.utils.set_random_seed(0)
+    # Whatever the others draw, weights are worker 0's.
+    keras.utils.set_random_seed(jax.process_index())
+    drawn_next = random.Random(jax.process_index()).random()
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -50,6 +70,7 @@ def train(strategy, directory, seed, killed):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    assert jax.process_index() == 0 or random.random() == drawn_next
     keras.utils.set_random_seed(seed)
     checkpoint = mirrored.checkpoint.Checkpoint(directory, {}, every=4)
     callbacks = [mirrored.keras.Backup(checkpoint)]
@@ -62,7 +83,13 @@ def train(strategy, directory, seed, killed):
         )
     history = model.fit(X, Y, epochs=4, batch_size=8, verbose=0, callbacks=callbacks).history
     checkpoint.wait()
+    others = {
+        "py_dataset": model.fit(Batches(workers=2), epochs=2, shuffle=False, verbose=0).history,
+        "generator": model.fit(generated(), steps_per_epoch=4, shuffle=False, verbose=0).history,
+        "evaluate": {"all": model.evaluate(Batches(), verbose=0)},
+    }
     return {
+        "others": others,
         "steps": checkpoint.step,
         "last": {name: values[-1] for name, values in history.items()},
         "evaluate": model.evaluate(X, Y, batch_size=16, verbose=0),
