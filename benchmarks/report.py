@@ -167,6 +167,7 @@ def _ratios(result: Result) -> Iterator[str]:
 
 def _figures(result: Result) -> Iterator[str]:
     """Every contender's figures, one row each."""
+    on_gpu = bool(result["machine"].get("gpu"))
     columns = {
         "spread": lambda f: f"{results.spread(f['rounds']):.0%}" if len(f["rounds"]) > 1 else "",
         "thread": lambda f: _number(f["thread"]) if "thread" in f else "",
@@ -175,6 +176,9 @@ def _figures(result: Result) -> Iterator[str]:
         "compile_s": lambda f: f"{f['compile_s']:.2f}" if "compile_s" in f else "",
         "traces": lambda f: str(f.get("traces", "")),
         "peak_bytes": lambda f: f"{f['peak_bytes'] / 2**20:,.0f}" if f.get("peak_bytes") else "",
+        "needed_bytes": lambda f: (
+            f"{f['needed_bytes'] / 2**20:,.0f}" if "needed_bytes" in f else ""
+        ),
         "optimizer_bytes": lambda f: f"{f['optimizer_bytes'] / 2**20:.2f}",
         "first_epoch_s": lambda f: f"{f['first_epoch_s']:.1f}",
         "seconds_to_accuracy": lambda f: (
@@ -188,7 +192,8 @@ def _figures(result: Result) -> Iterator[str]:
         "first_step_s": "first step, s",
         "trace_s": "trace and lower, s",
         "compile_s": "compile, s",
-        "peak_bytes": "process, MiB",
+        "peak_bytes": "the allocator's peak, MiB" if on_gpu else "process, MiB",
+        "needed_bytes": "needed, MiB",
         "optimizer_bytes": "optimizer, MiB a device",
         "first_epoch_s": "first epoch, s",
         "seconds_to_accuracy": "to 89 %, s",

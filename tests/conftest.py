@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -13,6 +14,7 @@ mirrored.testing.use_cpu_devices(8)
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 import mirrored
@@ -59,6 +61,18 @@ def two() -> mirrored.Strategy:
 def make_strategy(replica_count: int) -> mirrored.Strategy:
     """Makes a strategy with a given number of replicas."""
     return mirrored.MirroredStrategy(jax.devices()[:replica_count])
+
+
+def components(strategy: mirrored.Strategy, value: Any) -> list[np.ndarray]:
+    """The value of each replica, whether it varies or not."""
+    if isinstance(value, mirrored.PerReplica):
+        return [np.asarray(part) for part in strategy.local_results(value)]
+    return [np.asarray(value)] * strategy.num_replicas_in_sync
+
+
+def replica_id() -> Any:
+    """The number of the replica that asks."""
+    return mirrored.get_replica_context().replica_id_in_sync_group
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from flax import nnx
 
 import mirrored
 import mirrored.nnx
-from mirrored._compiled import Collective, collectives_of, facts_of, is_collective
+from mirrored._compiled import Collective
 from mirrored._timeline import _length, _read
 
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
@@ -242,38 +242,7 @@ def test_a_step_that_fails_leaves_the_state(strategy):
     assert float(total) == 0.0
 
 
-# --- reading programs and traces --------------------------------------------------------------
-
-
-def test_the_collectives_of_a_program_as_text():
-    text = """
-  %all-reduce.1 = (f32[10,4]{1,0}, /*index=1*/bf16[8]{0}, pred[]) all-reduce(%a, %b, %c)
-  %s = f32[16]{0} all-reduce-start(%x), channel_id=1
-  %d = f32[16]{0} all-reduce-done(%s)
-  %g = (f32[2,3], f32[4,3]) all-gather-start(%x), dimensions={0}
-  %h = ((f32[2], s8[3]), (f32[4], s8[6])) all-gather-start(%x, %y)
-  %p = (f32[5], f32[5], u32[], u32[]) collective-permute-start(%x)
-  %q = f8e4m3fn[7] reduce-scatter(%x)
-  ROOT %t = s4[6] all-to-all(%x)
-  %fusion = f32[99] fusion(%x), calls=%all-reduce.fused
-"""
-    assert collectives_of(text) == (
-        Collective("all-reduce", 2, 160 + 16 + 1 + 64),
-        Collective("all-gather", 2, 48 + 16 + 6),
-        Collective("collective-permute", 1, 20),
-        Collective("reduce-scatter", 1, 7),
-        Collective("all-to-all", 1, 3),
-    )
-    assert is_collective("all-reduce.7")
-    assert is_collective("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)")
-    assert not is_collective("multiply_all-reduce_fusion")
-
-
-def test_arithmetic_that_a_library_does_is_not_known():
-    cost = {"flops": 12.0}
-    assert facts_of("step", "%d = f32[2] dot(%a, %b)", None, cost).flops == 12.0
-    call = '%g = (f32[2], s8[9]) custom-call(%a, %b), custom_call_target="__cublas$gemm"'
-    assert facts_of("step", call, None, cost).flops is None
+# --- reading traces ---------------------------------------------------------------------------
 
 
 def events(*told):

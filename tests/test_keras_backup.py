@@ -87,6 +87,8 @@ def train(directory, data, every, *, seed, stop_at=None):
         checkpoint.wait()
         return None
     bits = [np.asarray(v.value).tobytes() for v in [*model.variables, *model.optimizer.variables]]
+    # A fit after one that was resumed starts with its own first epoch.
+    assert model.fit(X[:8], Y[:8], verbose=0).epoch == [0]
     return bits, {name: values[-1:] for name, values in history.items()}, checkpoint.step
 
 

@@ -8,21 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_strategy
+from conftest import components, make_strategy, replica_id
 
 import mirrored
 from mirrored import PerReplica
-
-
-def components(strategy, value):
-    """The value of each replica, whether it varies or not."""
-    if isinstance(value, PerReplica):
-        return [np.asarray(part) for part in strategy.local_results(value)]
-    return [np.asarray(value)] * strategy.num_replicas_in_sync
-
-
-def replica_id():
-    return mirrored.get_replica_context().replica_id_in_sync_group
 
 
 @pytest.mark.conformance(10)

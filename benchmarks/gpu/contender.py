@@ -5,7 +5,8 @@
 Answers the requests of ``driver.serve``, and beside them
 
 - ``{"memory": 1}``: the ``peak_bytes`` in use on the device since the process began;
-- ``{"planned": name}``: ``planned_bytes``, what the compiled program says it takes (JAX only).
+- ``{"needed": name}``: ``needed_bytes``, all living arrays and what the compiled program says it
+  takes beside them (JAX only).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Jax:
         made = self._made[name] = self._steps.STYLES[style](problem, compiler_options)
         return made
 
-    def planned(self, name: str) -> dict[str, Any]:
+    def needed(self, name: str) -> dict[str, Any]:
+        import jax
+
         memory = self._made[name].lower().compile().memory_analysis()
         parts = {
             "arguments": memory.argument_size_in_bytes,
@@ -103,8 +106,11 @@ class Jax:
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
         }
-        total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"]
-        return {"planned_bytes": total, "parts": parts}
+        # Everything on the device while the program runs: all arrays that somebody holds, the
+        # program's own arguments among them, and what it needs beside them.
+        held = sum(array.nbytes for array in jax.live_arrays())
+        results = parts["outputs"] - parts["aliased"]
+        return {"needed_bytes": held + results + parts["temporaries"], "parts": parts}
 
     def peak(self) -> int:
         statistics = self._device.memory_stats()
@@ -146,8 +152,8 @@ class Torch:
 
         return loop_torch.make_step(*loop_data(), device)
 
-    def planned(self, name: str) -> dict[str, Any]:
-        return {"planned_bytes": 0}
+    def needed(self, name: str) -> dict[str, Any]:
+        return {"needed_bytes": 0}
 
     def wait(self, loss: Any) -> None:
         if self._on_gpu:
@@ -167,7 +173,7 @@ def main() -> None:
     driver.serve(
         library.make,
         library.wait,
-        more={"memory": lambda _: {"peak_bytes": int(library.peak())}, "planned": library.planned},
+        more={"memory": lambda _: {"peak_bytes": int(library.peak())}, "needed": library.needed},
     )
 
 

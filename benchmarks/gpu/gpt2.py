@@ -58,6 +58,8 @@ _TRITON = "xla_gpu_enable_triton_gemm"
 # What the parts bring, one by one: forms of the model, and compiler options beside the flags that
 # the runner gives to all (it turns Triton's matrix products off).
 VARIANTS: dict[str, tuple[Tuning, dict[str, Any]]] = {
+    # The form that all are compared with, once more: how far apart equal programs lie.
+    "tuned, again": (TUNED, {}),
     "plain": (PLAIN, {_TRITON: True}),
     "plain, flag": (PLAIN, {}),
     "tuned, no flag": (TUNED, {_TRITON: True}),
@@ -67,6 +69,12 @@ VARIANTS: dict[str, tuple[Tuning, dict[str, Any]]] = {
     "tuned, plain norm": (dataclasses.replace(TUNED, norm=False), {}),
     "tuned, plain gelu": (dataclasses.replace(TUNED, gelu=False), {}),
     "tuned, one product": (dataclasses.replace(TUNED, three_products=False), {}),
+    "tuned, rows apart": (dataclasses.replace(TUNED, flat=False), {}),
+    "tuned, attention as JAX chooses": (dataclasses.replace(TUNED, attention=None), {}),
+    "tuned, one product, 2 chunks": (
+        dataclasses.replace(TUNED, three_products=False, chunks=2),
+        {},
+    ),
 }
 
 

@@ -120,8 +120,9 @@ def collectives_of(text: str) -> tuple[Collective, ...]:
     for match in _COLLECTIVE.finditer(re.sub(r"/\*.*?\*/", "", text)):
         kind = match["kind"]
         results = [_bytes_of(shape) for shape in _SHAPE.finditer(match["shapes"])]
-        if match["start"] and kind == "all-gather":
-            # Started ones name what goes in before what comes out.
+        names_what_goes_in = kind == "all-gather" or match["shapes"].startswith("((")
+        if match["start"] and kind != "collective-permute" and names_what_goes_in:
+            # Started ones name what goes in before what comes out; all-reduces since JAX 0.11.
             results = results[len(results) // 2 :]
         elif match["start"] and kind == "collective-permute":
             results = results[1:2]

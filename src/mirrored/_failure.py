@@ -246,6 +246,20 @@ class Watch:
             if found is not None:
                 return found
             time.sleep(0.05)
+        return self._left_early()
+
+    def _left_early(self) -> WorkerError | None:
+        """Blames one that ended without a fault, where nobody else is to blame."""
+        for number, (beat, _, step) in self._seen.items():
+            if beat == _LEFT:
+                return WorkerError(
+                    fact=f"{self._workers.name(number)} had come to the end of its program, its "
+                    f"last step was {step}; here it is {last_step()}, and this worker still "
+                    "needed it.",
+                    expected="as many steps on every worker.",
+                    hint="see why its loop was shorter: the same data, or as many batches, on "
+                    "every worker.",
+                )
         return None
 
     def _end_because_of_peer(self, own: str | None) -> None:

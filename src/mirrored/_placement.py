@@ -116,8 +116,10 @@ class Placement:
 
     def computed(self, make: Any, sharding: Any, *args: Any) -> Any:
         """Calls ``make`` in one compiled program whose results live under ``sharding``."""
-        program = jax.jit(make, out_shardings=sharding)
-        return program.eval_shape(*args) if self.only_compiles else program(*args)
+        if not self.only_compiles:
+            return jax.jit(make, out_shardings=sharding)(*args)
+        shapes = jax.eval_shape(make, *args)
+        return jax.tree.map(self.shape_of, shapes, jax.tree.broadcast(sharding, shapes))
 
     def stack(self, components: Sequence[Any]) -> jax.Array:
         """Places one equally shaped component on each device, as one array (R, ...)."""

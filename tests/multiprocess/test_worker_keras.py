@@ -22,5 +22,10 @@ def test_keras_over_workers_is_that_of_one_process(tmp_path):
     assert len(first["predict"]) == 45
     for name, value in one["last"].items():
         np.testing.assert_allclose(first["last"][name], value, rtol=1e-5)
+    for kind, logs in one["others"].items():
+        for name, values in logs.items():
+            np.testing.assert_allclose(
+                first["others"][kind][name], values, rtol=1e-5, err_msg=f"{kind} {name}"
+            )
     np.testing.assert_allclose(first["evaluate"], one["evaluate"], rtol=1e-5)
     np.testing.assert_allclose(first["predict"], one["predict"], rtol=1e-4, atol=1e-6)

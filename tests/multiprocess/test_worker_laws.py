@@ -7,9 +7,17 @@ import re
 import numpy as np
 import pytest
 from conftest import make_strategy
-from programs import laws
+from programs import laws, state
 
 from mirrored.testing import Run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Where one process with two replicas has saved, and where the workers save."""
+    root = tmp_path_factory.mktemp("state")
+    state.save_one_epoch(make_strategy(2), root / "one")
+    return root
 
 
 def found(workers, cpu_devices, *arguments):
@@ -20,13 +28,13 @@ def found(workers, cpu_devices, *arguments):
 
 
 @pytest.fixture(scope="module")
-def three_workers():
-    return found(3, 1)
+def three_workers(saved):
+    return found(3, 1, saved / "three", saved / "one")
 
 
 @pytest.fixture(scope="module")
-def two_by_two():
-    return found(2, 2, "initialize")
+def two_by_two(saved):
+    return found(2, 2, saved / "two-by-two", saved / "one", "initialize")
 
 
 @pytest.mark.conformance(48)
@@ -102,6 +110,35 @@ def test_training_is_that_of_one_process(three_workers, two_by_two):
                 np.testing.assert_allclose(worker[name], one[name], rtol=2e-6)
             for name in ("steps", "ids", "random", "gathered", "uneven"):
                 assert worker[name] == one[name], name
+
+
+@pytest.mark.conformance(33)
+def test_state_in_shards_goes_to_other_numbers_of_workers_and_back(
+    three_workers, two_by_two, saved
+):
+    """Batches whose last one leaves most replicas without a row, over 1, 2, 3 and 4 replicas."""
+    expected = state.go_on(make_strategy(1), saved / "one")
+    assert expected["step"] == 3
+    assert expected["steps"] == pytest.approx(6.0, rel=1e-6)
+    first = state.save_one_epoch(make_strategy(1), saved / "again")
+    for workers, name in ((three_workers, "three"), (two_by_two, "two-by-two")):
+        for worker in workers:
+            np.testing.assert_allclose(worker["state"]["first"], first, rtol=2e-6)
+            assert worker["state"]["on"]["step"] == 3
+        # What they saved is what one process with two replicas goes on from.
+        for on in (
+            *(w["state"]["on"] for w in workers),
+            state.go_on(make_strategy(2), saved / name),
+        ):
+            for part in ("losses", "weights", "steps"):
+                np.testing.assert_allclose(on[part], expected[part], rtol=5e-6, err_msg=part)
+
+
+def test_nnx_is_that_of_one_device(three_workers, two_by_two):
+    one = state.train_nnx(make_strategy(1))
+    for worker in (*three_workers, *two_by_two):
+        for part in ("losses", "mean"):
+            np.testing.assert_allclose(worker["state"]["nnx"][part], one[part], rtol=2e-5)
 
 
 def test_workers_do_not_differ(three_workers, two_by_two):

@@ -62,7 +62,9 @@ class Backup(keras.callbacks.Callback):
     ``every`` batches, as the checkpoint says.
 
     Data that is no array (a generator, a PyDataset, a loader) is read again up to that
-    batch and must yield the same.
+    batch and must yield the same. What it draws from ``random`` and ``numpy.random`` is as
+    it was on worker 0, on all workers: their batches must be equal, and there may be more
+    workers than before.
 
     Args:
       checkpoint: a ``mirrored.checkpoint.Checkpoint`` whose state may be ``{}``. Its steps

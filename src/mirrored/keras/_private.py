@@ -186,8 +186,13 @@ def in_metric_order(model: Any, logs: Any) -> Any:
 
 
 def first_epoch(model: Any, initial_epoch: int) -> int:
-    """Returns where to start: a callback (BackupAndRestore) may have set it."""
-    return model._initial_epoch or initial_epoch
+    """Returns where to start: a callback (BackupAndRestore) may have set it, for this fit.
+
+    Keras never takes it back, so that the next fit after a resumed one trains nothing.
+    """
+    chosen = model._initial_epoch or initial_epoch
+    model._initial_epoch = None
+    return chosen
 
 
 def begin_lone_step(model: Any) -> None:

@@ -35,6 +35,23 @@ class Kill(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Batches(keras.utils.PyDataset):
+    """The rows in batches of 8, the last of which has 5."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        rows = slice(8 * number, 8 * number + 8)
+        return X[rows], Y[rows]
+
+
+def generated():
+    """A generator's batches: each of another size, the last of a single row."""
+    for start, end in ((0, 7), (7, 20), (20, 23), (23, 24)):
+        yield X[start:end], Y[start:end]
+
+
 def train(strategy, directory, seed, killed):
     # Whatever the others draw, weights are worker 0's.
     keras.utils.set_random_seed(jax.process_index())
@@ -66,7 +83,13 @@ def train(strategy, directory, seed, killed):
         )
     history = model.fit(X, Y, epochs=4, batch_size=8, verbose=0, callbacks=callbacks).history
     checkpoint.wait()
+    others = {
+        "py_dataset": model.fit(Batches(workers=2), epochs=2, shuffle=False, verbose=0).history,
+        "generator": model.fit(generated(), steps_per_epoch=4, shuffle=False, verbose=0).history,
+        "evaluate": {"all": model.evaluate(Batches(), verbose=0)},
+    }
     return {
+        "others": others,
         "steps": checkpoint.step,
         "last": {name: values[-1] for name, values in history.items()},
         "evaluate": model.evaluate(X, Y, batch_size=16, verbose=0),

@@ -106,12 +106,17 @@ def find(strategy):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["initialize"]:
+    import state
+
+    directory, given, *how = sys.argv[1:]
+    if how == ["initialize"]:
         # As a program does that knew several processes before.
         jax.distributed.initialize(
             os.environ["MIRRORED_COORDINATOR"],
             int(os.environ["MIRRORED_PROCESS_COUNT"]),
             int(os.environ["MIRRORED_PROCESS_ID"]),
         )
-    result = find(mirrored.MultiWorkerMirroredStrategy(timeout=60))
+    strategy = mirrored.MultiWorkerMirroredStrategy(timeout=60)
+    result = find(strategy)
+    result["state"] = state.find(strategy, directory, given)
     print("FOUND " + json.dumps(result), flush=True)
