@@ -121,6 +121,22 @@ def test_a_program_that_does_more_than_compute_keeps_its_order():
     assert can_be_packed(jax.make_jaxpr(jnp.sum)(X))
 
 
+def test_half_precision_is_rounded_once():
+    # One replica's part of the product, -90000 or 90000, is no number in float16.
+    strategy = make_strategy(2)
+    rows = np.array([[300.0]] * 4, "float16")
+    signs = np.array([[-300.0], [0], [300.0], [1]], "float16")
+
+    def step(x, y):
+        x, y = (jax.lax.with_sharding_constraint(each, strategy.placement.split) for each in (x, y))
+        return x.T @ y, jnp.sum(x * 40)
+
+    traced = jax.make_jaxpr(step)(rows, signs)
+    product, total = jax.jit(packed_sums(traced, strategy.placement))(rows, signs)
+    assert product.dtype == total.dtype == jnp.float16
+    assert (float(product[0, 0]), float(total)) == (300, 48000)
+
+
 def test_what_travels_together_is_computed_once_each():
     # In one computation with what is joined, XLA's CPU compiler would compute all of it anew
     # for each element of the joined array.

@@ -136,6 +136,8 @@ class _Evaluation:
         self._values: dict[int, Any] = dict(program.constants)
         # Values whose sum over the first axis is still to be made: one part for each replica.
         self._parts: dict[int, Any] = {}
+        # What these values are; parts of half precision are wider, as one device sums them.
+        self._types: dict[int, Any] = {}
         # The axis of a value that holds rows.
         self._rows: dict[int, int] = {}
 
@@ -161,6 +163,7 @@ class _Evaluation:
                 self._bind(line)
             else:
                 self._parts[line.results[0]] = part
+                self._types[line.results[0]] = line.equation.outvars[0].aval.dtype
         return True
 
     def _bind(self, line: _Line) -> None:
@@ -194,6 +197,7 @@ class _Evaluation:
                 return None
             axes = tuple(each + (each >= axis) for each in line.equation.params["axes"])
             split = self._split(self._operand(line, 0), axis)
+            split = split.astype(_sum_type(split.dtype))
             parameters = {**line.equation.params, "axes": axes, "out_sharding": None}
             summed = line.equation.primitive.bind(split, **parameters)
             before = axis - sum(each < axis for each in axes)
@@ -226,7 +230,12 @@ class _Evaluation:
             line.equation.primitive.bind(
                 self._split(self._operand(line, 0), first),
                 self._split(self._operand(line, 1), second),
-                **{**parameters, "dimension_numbers": numbers, "out_sharding": None},
+                **{
+                    **parameters,
+                    "dimension_numbers": numbers,
+                    "out_sharding": None,
+                    "preferred_element_type": _sum_type(line.equation.outvars[0].aval.dtype),
+                },
             )
         )
 
@@ -257,7 +266,8 @@ class _Evaluation:
                 continue
             part = self._parts[number]
             if part.nbytes // self._count > _MOST_BYTES and not self._spans_processes():
-                self._values[number] = self._total(self._parts.pop(number))
+                total = self._total(self._parts.pop(number))
+                self._values[number] = total.astype(self._types[number])
             else:
                 together.setdefault(part.dtype, []).append(number)
         for members in together.values():
@@ -268,7 +278,8 @@ class _Evaluation:
             start = 0
             for number, part in zip(members, parts, strict=True):
                 size = math.prod(part.shape[1:])
-                self._values[number] = total[start : start + size].reshape(part.shape[1:])
+                own = total[start : start + size].reshape(part.shape[1:])
+                self._values[number] = own.astype(self._types[number])
                 start += size
 
     def _spans_processes(self) -> bool:
@@ -297,6 +308,11 @@ class _Evaluation:
             if moved is not None and shape[moved] % self._count == 0:
                 return moved
         return None
+
+
+def _sum_type(dtype: Any) -> Any:
+    """What values of a type are summed in."""
+    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
 
 def _moved_axis(
