@@ -107,7 +107,7 @@ GOALS = (
             limit,
             first_words=True,
         )
-        for case, limit in (("mlp", 1 / 3), ("embedding", 1 / 2))
+        for case, limit in (("mlp", 1 / 3), ("embedding", 1 / 2), ("embedding-adagrad", 1 / 2))
         for steps in (1, 50)
     ),
     *(

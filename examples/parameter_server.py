@@ -1,8 +1,8 @@
 """Parameter servers without tf.distribute: handwritten digits, trained asynchronously.
 
 Run it with ``python examples/parameter_server.py``; everything is in this process, on threads.
-With ``--engine ray`` workers and servers are processes. parameter_server_tf.py is the same
-program on tf.distribute.
+With ``--engine ray`` workers and servers are processes, with ``--address auto`` processes of the
+Ray cluster this machine belongs to. parameter_server_tf.py is the same program on tf.distribute.
 """
 
 import argparse
@@ -22,10 +22,10 @@ def load():
     return (images[:1500], labels[:1500]), (images[1500:], labels[1500:])
 
 
-def main(staleness="async", workers=2, engine="threads", epochs=30, steps_per_closure=6):
+def main(staleness="async", workers=2, engine=None, address=None, epochs=30, steps_per_closure=6):
     (x_train, y_train), (x_test, y_test) = load()
     strategy = mirrored.ParameterServerStrategy(
-        {"worker": workers, "ps": 1}, staleness=staleness, engine=engine
+        {"worker": workers, "ps": 1}, staleness=staleness, engine=engine, address=address
     )
     coordinator = mirrored.ClusterCoordinator(strategy)
     keys = jax.random.split(jax.random.key(0))
@@ -71,5 +71,6 @@ def main(staleness="async", workers=2, engine="threads", epochs=30, steps_per_cl
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=("threads", "ray"), default="threads")
-    main(engine=parser.parse_args().engine)
+    parser.add_argument("--engine", choices=("threads", "ray"))
+    parser.add_argument("--address", help="of a Ray cluster")
+    main(**vars(parser.parse_args()))

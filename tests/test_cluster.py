@@ -1,13 +1,17 @@
 """Which worker am I: recorded environments of each kind of cluster."""
 
 import json
+import socket
 import sys
 import types
 
+import jax
 import pytest
 
 import mirrored
 from mirrored._cluster import resolve_cluster
+from mirrored._rollcall import Member, gather
+from mirrored._workers import Workers
 
 WORKERS = ["10.0.0.1:1234", "10.0.0.2:1235", "10.0.0.3:1236"]
 
@@ -217,6 +221,33 @@ def test_descriptions_that_make_no_sense(variables, words):
 def test_process_id_outside_the_cluster():
     with pytest.raises(mirrored.ClusterError, match="process 2 of 2"):
         mirrored.Cluster("10.0.0.1:1234", process_count=2, process_id=2)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = mirrored.Cluster(address, process_count=2, process_id=0)
+        with pytest.raises(mirrored.ClusterError, match=f"could not listen on {address}"):
+            gather(cluster, 5)
+
+
+def test_a_barrier_broken_by_a_death_names_the_dead():
+    """What JAX says of it, recorded; it knows numbers only."""
+    members = (Member(0, "here", 11), Member(1, "there", 22))
+    cluster = mirrored.Cluster(WORKERS[0], process_count=2, process_id=0)
+
+    class Client:
+        def wait_at_barrier(self, name, milliseconds):
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 "
+                f"heartbeat timeout. [...] Barrier Id: {name}::0, Task: 1"
+            )
+
+    workers = Workers(cluster, members, 5)
+    workers.client = Client()
+    with pytest.raises(mirrored.WorkerError) as caught:
+        workers.barrier("a save")
+    assert "waiting for worker 1 (host there, pid 22) at 'a save' failed" in str(caught.value)
 
 
 def test_too_late(two):

@@ -121,13 +121,19 @@ def test_keys_without_an_order_are_refused(two, keys, debug):
             lambda: two.reduce("mean", {"a": nest}),
             lambda: two.gather(nest, axis=0),
             lambda: two.local_results(nest),
-            lambda: mirrored.function(lambda x: x)(nest),
-            lambda: mirrored.function(lambda: nest)(),
             lambda: mirrored.get_replica_context().all_reduce("sum", nest),
             lambda: mirrored.get_replica_context().all_gather(nest),
         ):
             with pytest.raises(mirrored.ArgumentError, match="which have no order"):
                 call()
+
+
+def test_keys_without_an_order_do_not_pass_the_door_of_a_program():
+    nest = {"a": 1.0, 1: 2.0}
+    with pytest.raises(mirrored.ArgumentError, match="'a', 1, which have no order"):
+        mirrored.function(lambda x: x)(nest)
+    with pytest.raises(mirrored.ArgumentError, match="'a', 1, which have no order"):
+        mirrored.function(lambda: nest)()
 
 
 def test_numbers_as_keys_have_an_order(two):
@@ -143,3 +149,30 @@ def test_the_large_seed_is_a_seed(two):
         two.run(draw, (2**40 + 5,)).tolist()
         == jax.random.key_data(jax.random.key(2**40 + 5)).tolist()
     )
+
+
+def test_what_is_no_array_is_refused_where_arrays_belong(two):
+    context = mirrored.get_replica_context()
+    variable = mirrored.Variable(1.0)
+    for call in (
+        lambda: two.reduce("sum", mirrored.PerReplica(["a", "b"])),
+        lambda: two.run(lambda x: x, (mirrored.PerReplica([None, None]),)),
+        lambda: two.run(lambda x: x, (mirrored.PerReplica([{"a": 1}, {"a": 2}]),)),
+        lambda: mirrored.Variable("abc"),
+        lambda: mirrored.Variable(None),
+        lambda: mirrored.Variable([[1], [1, 2]]),
+        lambda: variable.assign(None),
+        lambda: variable.assign_add("a"),
+    ):
+        with pytest.raises(mirrored.ArgumentTypeError, match="hint: "):
+            call()
+    for call in (
+        lambda: mirrored.function(3),
+        lambda: two.run(lambda **named: 1, (), {1: 2}),
+        lambda: two.reduce("mean", mirrored.PerReplica([[1.0], [3.0]]), axis=True),
+        lambda: context.merge_call(lambda strategy, x: x, args=3),
+    ):
+        with pytest.raises(mirrored.ArgumentError, match="hint: "):
+            call()
+    with pytest.raises(mirrored.VariableError, match="the creation of variable"):
+        mirrored.Variable(mirrored.PerReplica([1.0, 2.0]))

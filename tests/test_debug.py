@@ -119,12 +119,34 @@ def test_a_difference_is_refused(two):
     assert float(v) == 0.0
 
 
-def test_compiled_functions_are_refused_in_debug_mode(two):
-    @mirrored.function
-    def step():
-        return two.run(lambda: 1)
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_compiled_functions_run_as_the_python_they_are(two, compiled_before):
+    with two.scope():
+        total = mirrored.Variable(0.0, aggregation="sum")
+    seen = []
 
-    with two.debug(), pytest.raises(RuntimeError, match="__wrapped__"):
-        step()
+    def replica_function(x):
+        seen.append(type(mirrored.get_replica_context().replica_id_in_sync_group))
+        total.assign_add(x)
+
+    @mirrored.function
+    def step(x):
+        two.run(replica_function, (x,))
+        return total.value
+
+    batch = PerReplica([1.0, 2.0])
+    if compiled_before:
+        assert float(step(batch)) == float(step(batch)) - 3.0 == 3.0
+        seen.clear()
+        total.assign(0.0)
     with two.debug():
-        assert step.__wrapped__() == 1
+        assert float(step(batch)) == 3.0
+    assert seen == [int, int]
+    # Outside it is compiled again.
+    assert float(step(batch)) == 6.0
+    assert seen[2:] == [] if compiled_before else seen[2] is not int
+
+
+def test_a_run_inside_jax_jit_is_refused_in_debug_mode(two):
+    with two.debug(), pytest.raises(RuntimeError, match="inside a compiled function"):
+        jax.jit(lambda: two.run(lambda: 1))()

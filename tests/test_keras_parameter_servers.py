@@ -155,6 +155,40 @@ REFUSED = {
 }
 
 
+def shorter(optimizer):
+    optimizer.clipvalue = 0.01
+    return optimizer
+
+
+def scheduled(optimizer):
+    optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    return optimizer
+
+
+CHANGES = {
+    "another": lambda optimizer: keras.optimizers.Adagrad(0.1),
+    "clipped": shorter,
+    "scheduled": scheduled,
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_model_compiled_again_trains_by_what_it_was_compiled_with(single, name):
+    def train(model):
+        compiled(model, keras.optimizers.Adam(0.1))
+        model.fit(X, Y, batch_size=8, verbose=0)
+        compiled(model, CHANGES[name](model.optimizer))
+        model.fit(X, Y, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    expected = train(small_model())
+    strategy, _ = single
+    with strategy.scope():
+        model = small_model()
+    for mine, theirs in zip(train(model), expected):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("what", list(REFUSED))
 def test_optimizers_that_cannot_be_there_are_refused(single, what):
     strategy, _ = single

@@ -113,12 +113,17 @@ def open_program(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
+def is_program(value: Any) -> bool:
+    """Says whether ``value`` is what ``open_program`` returns."""
+    return isinstance(value, _jax_core.Jaxpr)
+
+
 def programs_in(params: dict[str, Any]) -> Iterator[Any]:
     """Yields every program among the parameters of an equation: branches, bodies, calls."""
     for parameter in params.values():
         for candidate in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             inner = open_program(candidate)
-            if hasattr(inner, "eqns"):
+            if is_program(inner):
                 yield inner
 
 

@@ -100,12 +100,15 @@ class Context:
     reduces_gradients: bool = False
     home: Home | None = None
     participant: Any = None
+    # The strategy whose replicas run one after another, uncompiled.
+    debugged: Any = None
 
     def is_like(self, other: Context) -> bool:
         """Whether a program traced in the other context is right in this one."""
         return (
             self.strategy is other.strategy
             and self.home is other.home
+            and self.debugged is None
             and self.frame is None
             and self.replica is None
         )
@@ -242,6 +245,12 @@ def require_argument_nest(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
         raise ArgumentError(
             fact=f"run was given kwargs of type {type(kwargs).__name__}.",
             expected="a dictionary of keyword arguments.",
+            hint='write kwargs={"name": value}.',
+        )
+    if kwargs is not None and not all(isinstance(name, str) for name in kwargs):
+        raise ArgumentError(
+            fact=f"run was given kwargs with the keys {', '.join(map(repr, kwargs))}.",
+            expected="names of arguments, which are strings.",
             hint='write kwargs={"name": value}.',
         )
     return tuple(args), dict(kwargs or {})

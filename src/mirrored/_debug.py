@@ -26,22 +26,17 @@ from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, flatten, flattened, is_object_leaf
 from mirrored._variable import Variable
 
-_DEBUGGED: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_debugged", default=None)
-
 
 @contextlib.contextmanager
 def debugging(strategy: Any) -> Iterator[None]:
-    """Makes ``run`` of ``strategy`` uncompiled inside the block."""
-    token = _DEBUGGED.set(strategy)
-    try:
+    """Makes ``run`` of ``strategy``, and every ``mirrored.function``, uncompiled in the block."""
+    with _context.entered(debugged=strategy):
         yield
-    finally:
-        _DEBUGGED.reset(token)
 
 
 def is_debugging(strategy: Any) -> bool:
     """Says whether ``run`` of ``strategy`` should run replicas one after another."""
-    return _DEBUGGED.get() is strategy
+    return _context.current().debugged is strategy
 
 
 class _Abandoned(BaseException):
@@ -243,8 +238,7 @@ def run_one_after_another(
         raise ContextError(
             fact="strategy.run was called in debug mode inside a compiled function.",
             expected="run called directly, so that there are concrete values to look at.",
-            hint="call the undecorated function, which mirrored.function keeps as "
-            "function.__wrapped__.",
+            hint="call the function itself, or enter `with jax.disable_jit():` too.",
         )
     return _objects.run_with_objects(
         lambda *call: _in_turns(strategy, placement, *call), function, args, kwargs, compiled=False

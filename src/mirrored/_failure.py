@@ -105,7 +105,8 @@ class Watch:
         """Tells the others that this program has come to its end."""
         if self._exit is not None and self._exit[1] == last_pulse():
             code = self._exit[0]
-            self._fail(f"SystemExit: {code}", f"SystemExit: {code}", _exit_code(code))
+            own = f"SystemExit: {code}"
+            self._fail(own, own, _exit_code(code), is_ending=True)
         try:
             with self._telling:
                 self._over.set()
@@ -303,15 +304,19 @@ class Watch:
             self._exit = None if code in (None, 0) else (code, last_pulse())
         raise SystemExit(code)
 
-    def _fail(self, own: str, summary: str, code: int) -> None:
+    def _fail(self, own: str, summary: str, code: int, *, is_ending: bool = False) -> None:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
         self._failed_itself = True
         _say(own)
         failure = self._report(summary, own, because_of=None)
-        telling = threading.Thread(target=self._tell_others, args=(failure,), daemon=True)
-        telling.start()
-        telling.join(3.0)
+        if is_ending:
+            # Python starts no thread any more.
+            self._tell_others(failure)
+        else:
+            telling = threading.Thread(target=self._tell_others, args=(failure,), daemon=True)
+            telling.start()
+            telling.join(3.0)
         _end(code)
 
     def _tell_others(self, failure: Failure) -> None:

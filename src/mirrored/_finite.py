@@ -61,7 +61,8 @@ def _arrays_of(leaf: Any) -> Sequence[Any]:
 def _may_be_infinite(value: Any) -> bool:
     if isinstance(value, (float, complex)):
         return True
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 @jax.jit

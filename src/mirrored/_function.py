@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mirrored import _compat, _context
+from mirrored._errors import ArgumentError
 from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._variable import Variable
 
@@ -22,7 +23,7 @@ class Function:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
         self.__doc__ = function.__doc__
-        self.__module__ = function.__module__
+        self.__module__ = getattr(function, "__module__", type(function).__module__)
         self._programs = Programs(function, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +44,8 @@ class Function:
             return self
         bound = Function(self.__wrapped__.__get__(instance, owner))
         name = self.__name__
-        if hasattr(instance, "__dict__"):
-            instance.__dict__[name] = bound
+        # Objects with __slots__ have no place for it, and get a new one each time.
+        getattr(instance, "__dict__", {})[name] = bound
         return bound
 
     def __reduce__(self) -> Any:
@@ -74,9 +75,9 @@ class Function:
 
 
 def _runs_in_place() -> bool:
-    """Says whether a compiled function called now becomes part of an outer program."""
+    """Says whether a call now is that of the Python: in an outer program, or to be debugged."""
     context = _context.current()
-    if context.frame is not None or context.replica is not None:
+    if context.frame is not None or context.replica is not None or context.debugged is not None:
         return True
     return _compat.a_program_is_being_staged()
 
@@ -100,4 +101,10 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
     """
     if fn is None:
         return function
+    if not callable(fn):
+        raise ArgumentError(
+            fact=f"mirrored.function was given {fn!r}, which cannot be called.",
+            expected="a function.",
+            hint="write mirrored.function(step), not mirrored.function(step(x)).",
+        )
     return Function(fn)

@@ -126,7 +126,9 @@ def _parsed_axis(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    if not axes or not all(isinstance(item, (int, np.integer)) for item in axes):
+    if not axes or not all(
+        isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in axes
+    ):
         raise ArgumentError(
             fact=f"reduce was given axis={axis!r}.",
             expected="None, an integer or a tuple of integers.",

@@ -22,7 +22,7 @@ from mirrored._collectives import (
     fold_in_replica,
 )
 from mirrored._context import current, entered
-from mirrored._errors import ContextError, PaddingError
+from mirrored._errors import ArgumentError, ContextError, PaddingError
 from mirrored._sparse import all_reduce_slices, is_slices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, flattened, map_nest, mapped
@@ -146,6 +146,12 @@ class ReplicaContext:
         variables read inside are the stored, mirrored ones.
         """
         context = current()
+        if not isinstance(args, (tuple, list)):
+            raise ArgumentError(
+                fact=f"merge_call was given args of type {type(args).__name__}.",
+                expected="a tuple or a list of positional arguments.",
+                hint="for a single argument write args=(x,).",
+            )
         if context.merging:
             raise ContextError(
                 fact="merge_call was called inside merge_call.",

@@ -53,7 +53,7 @@ class _Walk:
 
     def _of(self, atom: Any) -> bool:
         # Literals have no entry; they are the same everywhere.
-        return self._varies.get(atom, False) if not hasattr(atom, "val") else False
+        return not isinstance(atom, Literal) and self._varies.get(atom, False)
 
     def _equation(self, equation: Any) -> list[bool]:
         name = equation.primitive.name
@@ -85,7 +85,7 @@ class _Walk:
         walk = _Walk(jaxpr, inputs, diverged=diverged)
         outputs = walk.run()
         for atom, varies in zip(atoms, walk.final_inputs(), strict=True):
-            if varies and not hasattr(atom, "val"):
+            if varies and not isinstance(atom, Literal):
                 self._varies[atom] = True
         return outputs
 
@@ -163,7 +163,7 @@ def _called_jaxpr(equation: Any) -> Any:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         candidate = equation.params.get(name)
         inner = _compat.open_program(candidate)
-        if hasattr(inner, "eqns") and len(inner.invars) == len(equation.invars):
+        if _compat.is_program(inner) and len(inner.invars) == len(equation.invars):
             return inner
     return None
 

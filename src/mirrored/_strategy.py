@@ -102,7 +102,8 @@ class Strategy(abc.ABC):
         """Runs replica functions one after another, uncompiled, with concrete values.
 
         Inside the block ``print``, ``breakpoint()`` and NumPy work in replica functions
-        and ``replica_id_in_sync_group`` is a Python integer. Much slower.
+        and ``replica_id_in_sync_group`` is a Python integer; what ``mirrored.function`` made
+        runs as the Python it is. Much slower.
 
         >>> import mirrored
         >>> strategy = mirrored.MirroredStrategy(["cpu:0", "cpu:1"])

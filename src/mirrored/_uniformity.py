@@ -78,7 +78,7 @@ def _called(equation: Any) -> Any:
         candidate = equation.params.get(key)
         jaxpr = _compat.open_program(candidate)
         fits = (
-            hasattr(jaxpr, "eqns")
+            _compat.is_program(jaxpr)
             and len(jaxpr.invars) == len(equation.invars)
             and len(jaxpr.outvars) == len(equation.outvars)
         )

@@ -236,6 +236,14 @@ def _not_a_single_value(*, what: str) -> ArgumentTypeError:
 def _pad_rows(parts: Sequence[Any], namespace: Any) -> tuple[list[Any], Any]:
     """Pads components along axis 0 to the longest; returns them and the row counts."""
     arrays = [part if _compat.is_typed_key(part) else namespace.asarray(part) for part in parts]
+    for part, array in zip(parts, arrays, strict=True):
+        if isinstance(array, np.ndarray) and array.dtype.kind in "OSUMm":
+            raise ArgumentTypeError(
+                fact=f"a PerReplica holds {part!r} ({type(part).__name__}), which is no array.",
+                expected="arrays or numbers where replicas compute or values are reduced.",
+                hint='put PerReplica values inside the nest: {"a": PerReplica([1, 2])}; other '
+                "objects are for strategy.local_results.",
+            )
     shapes = [array.shape for array in arrays]
     if len(set(shapes)) == 1:
         return arrays, None

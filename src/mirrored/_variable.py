@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -20,9 +19,9 @@ import numpy as np
 from mirrored import _compat, _context
 from mirrored import _variable_errors as errors
 from mirrored._collectives import fold_in_replica, from_first_replica, reduce_components
+from mirrored._components import Components
 from mirrored._operators import ReadsAsArray
 from mirrored._placement import Placement, default_placement
-from mirrored._reduction import reduce_nest
 from mirrored._types import (
     OTHER_STATE,
     PARAMETERS,
@@ -31,6 +30,7 @@ from mirrored._types import (
     VariableSynchronization,
 )
 from mirrored._values import NestLeaf, PerReplica
+from mirrored._variable_values import array_of, cast, require_reducible, shape_of, storable
 
 _LIVE: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _SERIAL = itertools.count()
@@ -38,11 +38,6 @@ _SERIAL = itertools.count()
 # Variables whose current array was handed out; a program that would donate it
 # donates a copy instead, so that what the user holds stays alive.
 _LENT: set[int] = set()
-
-_AGGREGATED_READ = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
-}
 
 
 @final
@@ -97,17 +92,21 @@ class Variable(NestLeaf, ReadsAsArray):
         self.placement: Placement = context.placement or default_placement()
         self.created_at = errors.caller()
         if self.placement.only_compiles:
-            value = _shape_of(initial_value, dtype)
+            known = initial_value
+            if isinstance(known, Variable):
+                known = jax.ShapeDtypeStruct(known.shape, known.dtype)
+            value = shape_of(known, dtype)
         else:
             value = initial_value() if callable(initial_value) else initial_value
             if isinstance(value, Variable):
                 value = value.read(lend=False)
             if _compat.is_traced(value) or _compat.a_program_is_being_staged():
                 raise errors.created_in_trace(self.name)
-            value = jnp.asarray(value, dtype=dtype)
-        self._check_aggregation(value.dtype)
+            value = array_of(self.name, "the creation", value, dtype)
+        require_reducible(self.name, self.aggregation, self.on_read, value.dtype)
         self.shape = value.shape
         self.dtype = value.dtype
+        self._components = Components(self.name, self.placement, self.aggregation)
         self.home = context.home
         if self.home is not None:
             # Not among the living, which programs take for their inputs.
@@ -117,19 +116,11 @@ class Variable(NestLeaf, ReadsAsArray):
         # The stored array: mirrored, or one component a replica (R, ...) if ON_READ. A
         # plain attribute, since programs read and replace it in every step.
         self.storage = (
-            self._spread(value)
+            self._components.spread(value)
             if self.on_read
             else self.placement.mirror(value, f"variable {self.name!r}")
         )
         _LIVE[serial] = self
-
-    def _check_aggregation(self, dtype: Any) -> None:
-        if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-            raise errors.mean_of_integers(self.name, dtype)
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and (
-            self.on_read or self.aggregation is VariableAggregation.SUM
-        ):
-            raise errors.key_of_components(self.name)
 
     @property
     def on_read(self) -> bool:
@@ -176,9 +167,11 @@ class Variable(NestLeaf, ReadsAsArray):
             slot.read = True
             stored = slot.ref[...]
             if context.replica is None:
-                return self._aggregated(stored) if self.on_read else stored
+                return self._components.total(stored) if self.on_read else stored
             if context.merging:
-                return self._merged(context, stored) if self.on_read else stored
+                if not self.on_read:
+                    return stored
+                return self._components.total_inside(stored, context.replica.communicator)
             communicator = context.replica.communicator
             if _compat.is_typed_key(stored):
                 # As a key that enters as an argument: replicas must not share it.
@@ -187,7 +180,7 @@ class Variable(NestLeaf, ReadsAsArray):
         if self.placement.only_compiles:
             raise errors.only_compiled_for(self.name, "read", self.placement)
         if self.on_read:
-            return self._aggregated(self.storage)
+            return self._components.total(self.storage)
         if lend:
             _LENT.add(self.serial)
         return self.storage
@@ -201,25 +194,6 @@ class Variable(NestLeaf, ReadsAsArray):
             return self.storage
         slot.read = True
         return slot.ref[...]
-
-    def _aggregated(self, stacked: Any) -> Any:
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return jax.device_put(stacked[0], self.placement.mirrored)
-        op = self._read_op()
-        return reduce_nest(self.placement, op, PerReplica.from_stacked(stacked), None)
-
-    def _merged(self, context: _context.Context, component: Any) -> Any:
-        assert context.replica is not None
-        communicator = context.replica.communicator
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return from_first_replica(component, communicator)
-        return reduce_components(self._read_op(), [(component, None)], [None], communicator)[0]
-
-    def _read_op(self) -> ReduceOp:
-        op = _AGGREGATED_READ.get(self.aggregation)
-        if op is None:
-            raise errors.not_one_value(self.name)
-        return op
 
     def _slot(self, context: _context.Context, action: str) -> _context.Slot | None:
         """Finds this variable's storage in the running trace; None outside traces."""
@@ -262,10 +236,10 @@ class Variable(NestLeaf, ReadsAsArray):
         if isinstance(value, PerReplica):
             raise errors.given_per_replica(self.name, action)
         if self.home is not None:
-            self.home.write(self, action, self._checked(action, value))
+            self.home.write(self, action, self._storable(action, value))
             return self
         slot = self._slot(context, "written")
-        value = self._checked(action, value)
+        value = self._storable(action, value)
         if slot is None:
             if self.placement.only_compiles:
                 raise errors.only_compiled_for(self.name, "written", self.placement)
@@ -279,29 +253,16 @@ class Variable(NestLeaf, ReadsAsArray):
         elif self.on_read:
             self._write_component(context, action, slot, value, combine)
         else:
-            combined = _cast(self._combined(context, action, value), self.dtype)
+            combined = cast(self._combined(context, action, value), self.dtype)
             combined = jnp.broadcast_to(combined, self.shape)
             stored = slot.ref[...]
             slot.ref[...] = combined if combine is None else combine(stored, combined)
         return self
 
-    def _checked(self, action: str, value: Any) -> Any:
+    def _storable(self, action: str, value: Any) -> Any:
         if isinstance(value, Variable):
             value = value.read(lend=False)
-        value = jnp.asarray(value)
-        fits = value.shape == self.shape
-        if action != "assign" and not fits:
-            try:
-                fits = np.broadcast_shapes(value.shape, self.shape) == self.shape
-            except ValueError:
-                fits = False
-        if not fits:
-            raise errors.other_shape(self.name, self.shape, action, value.shape)
-        keys = [jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in (value.dtype, self.dtype)]
-        inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in (value.dtype, self.dtype)]
-        if inexact == [True, False] or (any(keys) and value.dtype != self.dtype):
-            raise errors.other_dtype(self.name, self.dtype, action, value.dtype)
-        return _cast(value, self.dtype)
+        return storable(self.name, self.shape, self.dtype, action, value)
 
     def _combined(self, context: _context.Context, action: str, value: Any) -> Any:
         """Makes one value of what the replicas write, by the variable's aggregation."""
@@ -335,8 +296,9 @@ class Variable(NestLeaf, ReadsAsArray):
             if communicator.is_own(value):
                 self._refuse_varying(action)
             if combine is not None:
-                value = combine(self._cross_readable(action, lambda: self.read()), value)
-            share = self._share(value, communicator.replica_id)
+                self._components.require_one_total(action)
+                value = combine(self.read(), value)
+            share = self._components.share(value, communicator.replica_id)
             slot.ref[...] = communicator.own(jnp.broadcast_to(share, self.shape))
             return
         mine = communicator.own(jnp.broadcast_to(value, self.shape))
@@ -347,40 +309,10 @@ class Variable(NestLeaf, ReadsAsArray):
         if not self.on_read:
             return value if combine is None else combine(stored, value)
         if combine is not None:
-            value = combine(self._cross_readable(action, lambda: self._aggregated(stored)), value)
-        elif self.aggregation is VariableAggregation.NONE:
-            self._refuse_cross(action)
-        return self._spread(value)
-
-    def _cross_readable(self, action: str, read: Callable[[], Any]) -> Any:
-        if self.aggregation in (VariableAggregation.NONE, VariableAggregation.SUM):
-            self._refuse_cross(action)
-        return read()
-
-    def _refuse_cross(self, action: str) -> None:
-        raise errors.no_cross_write(self.name, self.aggregation, action)
-
-    def _spread(self, value: Any) -> Any:
-        """Makes the stacked components whose aggregate is ``value``."""
-        count = self.placement.replica_count
-        if self.placement.only_compiles and not _compat.is_traced(value):
-            return self.placement.stack([value] * count)
-        if self.placement.spans_processes and not _compat.is_traced(value):
-            # Worker 0's value, as for every variable.
-            value = np.asarray(self.placement.mirror(value, f"variable {self.name!r}"))
-        shares = [self._share(jnp.asarray(value), index) for index in range(count)]
-        if any(_compat.is_traced(share) for share in shares):
-            return jnp.stack(shares)
-        return self.placement.stack([np.asarray(share) for share in shares])
-
-    def _share(self, value: Any, replica_id: Any) -> Any:
-        if self.aggregation is not VariableAggregation.SUM:
-            return value
-        count = self.placement.replica_count
-        if jnp.issubdtype(value.dtype, jnp.inexact):
-            return value / count
-        # Integers: the remainder goes to the first replicas, so the total is kept.
-        return value // count + (replica_id < value % count).astype(value.dtype)
+            self._components.require_one_total(action)
+            value = combine(self._components.total(stored), value)
+        self._components.require_aggregation(action)
+        return self._components.spread(value)
 
     def _placed(self, array: Any) -> Any:
         wanted = self.placement.split if self.on_read else self.placement.mirrored
@@ -426,22 +358,6 @@ class Variable(NestLeaf, ReadsAsArray):
 
     def __deepcopy__(self, memo: Any) -> Variable:
         raise errors.not_copyable(self.name)
-
-
-def _shape_of(initial_value: Any, dtype: Any) -> Any:
-    """What a variable needs to know of its value where nothing is ever computed."""
-    if isinstance(initial_value, Variable):
-        return jax.ShapeDtypeStruct(initial_value.shape, dtype or initial_value.dtype)
-    if callable(initial_value):
-        return jax.eval_shape(lambda: jnp.asarray(initial_value(), dtype=dtype))
-    if isinstance(initial_value, (list, tuple)):
-        initial_value = np.asarray(initial_value)
-    return jax.eval_shape(lambda value: jnp.asarray(value, dtype=dtype), initial_value)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    """Converts an array; keys, which cannot be, have the dtype already."""
-    return value if value.dtype == dtype else value.astype(dtype)
 
 
 # Inside JAX's own functions a variable is its value: jnp.dot(x, variable) and

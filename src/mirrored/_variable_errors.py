@@ -11,6 +11,7 @@ from typing import Any
 
 from mirrored._errors import (
     ArgumentError,
+    ArgumentTypeError,
     ContextError,
     DeviceError,
     OwnershipError,
@@ -35,6 +36,16 @@ def created_inside(name: str) -> ContextError:
         fact=f"variable {name!r} was created inside a replica function or a mirrored.function.",
         expected="variables created once, before training starts.",
         hint="create it outside, inside `with strategy.scope():`.",
+    )
+
+
+def no_array(name: str, action: str, value: Any, dtype: Any) -> ArgumentTypeError:
+    """A value that JAX makes no array of."""
+    wanted = "" if dtype is None else f" and dtype={dtype!r}"
+    return ArgumentTypeError(
+        fact=f"{action} of variable {name!r} was given {value!r} ({type(value).__name__}){wanted}.",
+        expected="an array, a number or a list of numbers.",
+        hint="a variable holds one array; keep other values in Python.",
     )
 
 

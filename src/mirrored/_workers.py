@@ -75,7 +75,10 @@ class Workers:
             who = " and ".join(self.name(number) for number in absent)
             fact = f"{who} did not come to {name!r} within {limit:g} s."
         else:
-            fact = f"waiting for the other workers at {name!r} failed: {said.splitlines()[0]}"
+            # JAX names the one whose death broke it by number.
+            dead = sorted(set(map(int, re.findall(r"\bTask:? (\d+)", said))))
+            who = " and ".join(self.name(number) for number in dead) or "the other workers"
+            fact = f"waiting for {who} at {name!r} failed: {said.splitlines()[0]}"
         return WorkerError(
             fact=fact,
             expected=f"all {self.process_count} workers.",

@@ -1,24 +1,19 @@
 """ClusterCoordinator: gives closures to workers and sees that all are run.
 
-Owns one thread for each worker, what happens when a worker or a server is lost, and when
-a checkpoint is taken. The rules of errors are in ``_closure_queue``; who lives is in
-``_deployment``.
+Owns what users call: scheduling, what each worker has, checkpoints, the status. How closures
+get to workers, and what happens when somebody is lost, is in ``_dispatch``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import jax
 
-from mirrored._errors import ArgumentError, CheckpointError, ServerError, WorkerError
-from mirrored._parameter_server._closure_queue import Closure, ClosureQueue
-from mirrored._parameter_server._engine import ClosureCall, ClosureOutcome
+from mirrored._errors import ArgumentError, CheckpointError, ContextError
+from mirrored._parameter_server._dispatch import Dispatch
 from mirrored._parameter_server._per_worker import (
     PerWorkerDataset,
     PerWorkerValues,
@@ -30,14 +25,6 @@ from mirrored._parameter_server._status import ClusterStatus, WorkerStatus
 from mirrored._parameter_server._status_door import StatusDoor
 from mirrored._parameter_server._strategy import ParameterServerStrategy
 from mirrored._values import NestLeaf, is_object_leaf
-
-_LOG = logging.getLogger("mirrored")
-_POLL_SECONDS = 0.05
-# How long a worker with nothing to do is still waited for by the others.
-_GRACE_SECONDS = 0.1
-# A closure that takes its worker with it this often is at fault itself.
-_MOST_LOSSES = 20
-_RESTART_PAUSES = (0.0, 0.5, 2.0, 5.0)
 
 
 @final
@@ -79,19 +66,13 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._deployment = strategy.deployment
         self._restores = strategy.on_server_failure == "restore"
-        self._queue = ClosureQueue(keeps_log=self._restores)
         self._checkpoints = Checkpoints(strategy.checkpoint_directory)
-        self._every = strategy.checkpoint_every
-        # Held while servers are saved or restored.
-        self._standstill = threading.RLock()
-        self._members: set[int] = set()
-        self._members_lock = threading.Lock()
-        self._stopping: set[int] = set()
+        every = strategy.checkpoint_every if self._restores else None
+        self._dispatch = Dispatch(strategy.deployment, self._checkpoints, every)
+        self._queue = self._dispatch.queue
         self._deployment.when_closed(self._queue.close)
         if self._restores:
-            strategy.when_server_lost(self._recovered, self._queue.wait_until_redone)
-        for index in list(self._deployment.leases):
-            self._start_thread(index)
+            strategy.when_server_lost(self._dispatch.recovered, self._queue.wait_until_redone)
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -129,9 +110,13 @@ class ClusterCoordinator:
         own_args, own_kwargs = jax.tree.map(
             _for_workers, (tuple(args), dict(kwargs or {})), is_leaf=is_object_leaf
         )
-        if self._restores and self._deployment.unsaved:
-            self._save_between_closures()
-        self._join_turns()
+        if not self._deployment.leases and self._strategy.is_shared:
+            raise ContextError(
+                fact="schedule was called on servers that are shared with another strategy.",
+                expected="workers to run closures; here the other strategy computes.",
+                hint="call strategy.run of that strategy, with rows of table.pull(ids).",
+            )
+        self._dispatch.before_closure()
         return self._queue.put(fn, own_args, own_kwargs)
 
     def join(self, timeout: float | None = None) -> None:
@@ -177,7 +162,7 @@ class ClusterCoordinator:
     def add_worker(self) -> int:
         """Starts one more worker, which takes part at once; returns its number."""
         index = self._deployment.add_worker()
-        self._start_thread(index)
+        self._dispatch.start(index)
         return index
 
     def remove_worker(self, index: int) -> None:
@@ -188,7 +173,7 @@ class ClusterCoordinator:
                 expected=f"one of {sorted(self._deployment.leases)}.",
                 hint="add_worker returns the number of a new one.",
             )
-        self._stopping.add(index)
+        self._dispatch.stop(index)
         self._deployment.remove_worker(index)
 
     def status(self) -> ClusterStatus:
@@ -228,9 +213,9 @@ class ClusterCoordinator:
         Args:
           directory: where the folder is made; the strategy's if left out.
         """
-        with self._standstill:
+        with self._dispatch.standstill:
             checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
-            return self._save(checkpoints)
+            return self._deployment.once(lambda: self._dispatch.save(checkpoints), "a checkpoint")
 
     def restore(self, directory: str | os.PathLike[str] | None = None) -> bool:
         """Brings the servers to the state of the latest checkpoint in a directory.
@@ -242,11 +227,25 @@ class ClusterCoordinator:
           False if there is no checkpoint.
         """
         checkpoints = self._checkpoints if directory is None else Checkpoints(directory)
-        with self._standstill:
+
+        def act() -> bool:
             latest = checkpoints.latest()
             if latest is not None:
                 self._restore(*latest)
             return latest is not None
+
+        return self._brought_back(act)
+
+    def _brought_back(self, action: Callable[[], bool]) -> bool:
+        """Acts, once for all processes that share the servers; says whether they changed."""
+        sharing = self._deployment.sharing
+        with self._dispatch.standstill:
+            if sharing is not None:
+                sharing.before_write()
+            found = self._deployment.once(action, "bringing a checkpoint back")
+            if found and sharing is not None and not sharing.is_first:
+                self._deployment.follow_epoch()
+            return found
 
     def get_state(self) -> dict[str, str]:
         """Saves what is on the servers; returns where, for ``mirrored.checkpoint``.
@@ -261,15 +260,20 @@ class ClusterCoordinator:
                 expected="a folder that all servers see, now and when the program starts again.",
                 hint="write ParameterServerStrategy(..., checkpoint_directory=...).",
             )
-        with self._standstill:
-            path = self._save(Checkpoints(self._state_directory(), keep=4))
+        with self._dispatch.standstill:
+            checkpoints = Checkpoints(self._state_directory(), keep=4)
+            path = self._deployment.once(lambda: self._dispatch.save(checkpoints), "a checkpoint")
         return {"checkpoint": os.path.basename(path)}
 
     def set_state(self, state: Mapping[str, str]) -> None:
         """Brings the servers to what ``get_state`` saved."""
         path = os.path.join(self._state_directory(), state["checkpoint"])
-        with self._standstill:
+
+        def act() -> bool:
             self._restore(path, read_manifest(path))
+            return True
+
+        self._brought_back(act)
 
     def _state_directory(self) -> str:
         return os.path.join(self._strategy.checkpoint_directory or "", "of_programs")
@@ -286,218 +290,6 @@ class ClusterCoordinator:
         self._deployment.restore(path, manifest)
         if self._restores:
             self._deployment.unsaved = True
-
-    def _save_between_closures(self) -> None:
-        with self._standstill:
-            if self._deployment.unsaved:
-                self._save(self._checkpoints)
-
-    def _save(self, checkpoints: Checkpoints) -> str:
-        self._queue.pause()
-        try:
-            timeout = self._deployment.links.timeout
-            if not self._queue.wait_until_none_runs(timeout):
-                raise CheckpointError(
-                    fact=f"closures still run {timeout} s after no more were handed out.",
-                    expected="closures short enough to save between them.",
-                    hint="take fewer steps in each, or give the strategy a longer timeout=.",
-                )
-            path = checkpoints.save(self._deployment, {"next_closure": self._queue.next_number})
-            if checkpoints is self._checkpoints:
-                self._queue.forget_log()
-            return path
-        finally:
-            self._queue.resume()
-            if self._queue.is_busy:
-                self._join_turns()
-
-    # --- one thread a worker -----------------------------------------------------
-
-    def _start_thread(self, index: int) -> None:
-        threading.Thread(
-            target=self._serve, args=(index,), name=f"mirrored-dispatch-{index}", daemon=True
-        ).start()
-
-    def _serve(self, index: int) -> None:
-        idle_since = time.monotonic()
-        while index not in self._stopping and not self._queue.is_closed:
-            closure = self._queue.take(f"worker {index}", _POLL_SECONDS)
-            if closure is None:
-                idle = time.monotonic() - idle_since
-                if idle > _GRACE_SECONDS or self._queue.is_paused:
-                    self._leave_turns(index)
-                continue
-            try:
-                self._run(index, closure)
-            except Exception as error:  # noqa: BLE001 (told to who waits for the closure)
-                if not self._queue.is_closed:
-                    self._queue.fail(closure, error)
-            idle_since = time.monotonic()
-        self._leave_turns(index)
-
-    def _run(self, index: int, closure: Closure) -> None:
-        with self._members_lock:
-            # Whoever runs a closure takes turns, one that came later or again too, and must
-            # leave when it has nothing more to do, or the others wait for it.
-            self._members.add(index)
-        call = ClosureCall(
-            closure.number,
-            closure.function,
-            closure.args,
-            closure.kwargs,
-            self._deployment.epoch,
-            self._queue.floor,
-        )
-        try:
-            outcome = self._deployment.engine.execute(index, call)
-        except WorkerError as error:
-            self._worker_lost(index, closure, error)
-            return
-        self._ended(index, closure, call, outcome)
-
-    def _ended(
-        self, index: int, closure: Closure, call: ClosureCall, outcome: ClosureOutcome
-    ) -> None:
-        error = outcome.error
-        if call.epoch != self._deployment.epoch:
-            # Servers were brought back to before this closure.
-            self._queue.give_back(closure)
-        elif isinstance(error, ServerError) and self._deployment.dead_servers():
-            self._server_lost(closure)
-        elif error is not None:
-            self._queue.fail(closure, error)
-        else:
-            self._queue.finish(closure, outcome.value)
-            if self._restores and self._queue.over_count >= self._every:
-                # Others, whose closures have to end first, must not wait for this worker.
-                self._leave_turns(index)
-                self._save_in_thread()
-
-    def _save_in_thread(self) -> None:
-        with self._standstill:
-            if self._queue.over_count < self._every or self._queue.is_closed:
-                return
-            try:
-                self._save(self._checkpoints)
-            except ServerError:
-                # One died while it was asked to save.
-                self._recover()
-            except (CheckpointError, OSError) as error:
-                self._queue.stop_with(error, "a checkpoint")
-
-    # --- losses ------------------------------------------------------------------
-
-    def _worker_lost(self, index: int, closure: Closure, error: WorkerError) -> None:
-        _LOG.warning("%s %s runs again elsewhere.", error.fact, closure.name)
-        # First refuse what it may still send; then let another run the closure.
-        self._deployment.give_up_worker(index)
-        with self._members_lock:
-            self._members.discard(index)
-        closure.losses += 1
-        if closure.losses >= _MOST_LOSSES:
-            self._queue.fail(
-                closure,
-                WorkerError(
-                    fact=f"{closure.name} lost its worker {closure.losses} times; the last said: "
-                    f"{error.fact}",
-                    expected="a closure that workers survive.",
-                    hint="look at the worker's log: it may run out of memory.",
-                ),
-            )
-        else:
-            self._queue.give_back(closure)
-        self._replace(index)
-
-    def _replace(self, index: int) -> None:
-        for pause in (*_RESTART_PAUSES, *[_RESTART_PAUSES[-1]] * 1000):
-            if index in self._stopping:
-                return
-            time.sleep(pause)
-            try:
-                self._deployment.start_worker(index)
-            except WorkerError:
-                continue
-            return
-
-    def _server_lost(self, closure: Closure) -> None:
-        if not self._restores:
-            self._queue.fail(closure, self._loss())
-            return
-        self._queue.give_back(closure)
-        self._recovered()
-
-    def _loss(self) -> ServerError:
-        dead = self._deployment.dead_servers()
-        names = ", ".join(f"server {index}" for index in dead)
-        held = sorted(
-            {
-                spec.name
-                for spec in self._deployment.catalog.variables.values()
-                if any(part.server in dead for part in spec.parts)
-            }
-        )
-        return ServerError(
-            fact=f"{names} of {self._deployment.server_count} is gone, and with it "
-            f"{', '.join(held[:5])}{', ...' if len(held) > 5 else ''}.",
-            expected="servers that live until the strategy is closed.",
-            hint='on_server_failure="restore" brings servers back from their checkpoint.',
-        )
-
-    def _recovered(self) -> bool:
-        """Brings lost servers back; says whether all are there."""
-        with self._standstill:
-            if self._deployment.dead_servers():
-                self._recover()
-            return not self._deployment.dead_servers()
-
-    def _recover(self) -> None:
-        """Brings all servers to the latest checkpoint, and runs again what was done since."""
-        self._queue.pause()
-        try:
-            for _ in range(_MOST_LOSSES):
-                if self._queue.is_closed:
-                    return
-                loss = self._loss()
-                latest = self._checkpoints.latest()
-                if latest is None or self._deployment.unsaved:
-                    self._queue.stop_with(loss, loss.fact)
-                    return
-                path, manifest = latest
-                self._deployment.new_epoch()
-                try:
-                    self._deployment.restore(path, read_manifest(path) and manifest)
-                except ServerError:
-                    continue
-                self._queue.run_again()
-                return
-        finally:
-            self._queue.resume()
-
-    # --- turns -------------------------------------------------------------------
-
-    def _join_turns(self) -> None:
-        """Before work begins: all workers take turns, from the same step on."""
-        if self._strategy.staleness.kind == "async":
-            return
-        with self._members_lock:
-            if self._members:
-                return
-            indexes = list(self._deployment.leases)
-            self._deployment.join(indexes)
-            self._members.update(indexes)
-
-    def _leave_turns(self, index: int) -> None:
-        if self._strategy.staleness.kind == "async" or self._queue.is_closed:
-            return
-        with self._members_lock:
-            if index not in self._members:
-                return
-            self._members.discard(index)
-        try:
-            self._deployment.leave(index)
-        except ServerError:
-            # The server that keeps the turns is lost, and its turns with it.
-            return
 
 
 @final

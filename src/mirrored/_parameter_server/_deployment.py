@@ -17,6 +17,7 @@ from mirrored._parameter_server._catalog import Catalog, OptimizerSpec, Variable
 from mirrored._parameter_server._channel import Fields
 from mirrored._parameter_server._engine import Engine, ServerSpec, WorkerSpec
 from mirrored._parameter_server._links import Links
+from mirrored._parameter_server._sharing import Sharing
 from mirrored._parameter_server._staleness import Staleness
 from mirrored._parameter_server._status import ServerStatus
 
@@ -32,6 +33,7 @@ class Deployment:
       staleness: how updates of different workers are combined.
       timeout: how long to wait for an answer or a turn, in seconds.
       partitioner: cuts variables, or None.
+      sharing: with which other processes the servers are shared, or None.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Deployment:
         staleness: Staleness,
         timeout: float,
         partitioner: Any,
+        sharing: Sharing | None = None,
     ) -> None:
         self.engine = engine
+        self.sharing = sharing
         self.staleness = staleness
         self.server_count = server_count
         self.catalog = Catalog(server_count, partitioner)
@@ -110,6 +114,13 @@ class Deployment:
 
     def create(self, spec: VariableSpec, value: np.ndarray) -> None:
         """Puts a new variable's initial value on its servers."""
+        self.once(lambda: self._create(spec, value), spec.name)
+
+    def once(self, action: Callable[[], Any], what: str) -> Any:
+        """Acts, for all processes that share the servers; all get the result."""
+        return action() if self.sharing is None else self.sharing.by_first(action, what)
+
+    def _create(self, spec: VariableSpec, value: np.ndarray) -> None:
         self.unsaved = True
         for part in spec.parts:
             piece = part.piece
@@ -120,17 +131,29 @@ class Deployment:
 
     def create_table(self, spec: VariableSpec, make: Callable[[int, int], Any]) -> None:
         """Lets servers make the first rows of a new table."""
-        self.unsaved = True
         self.catalog.makers[spec.number] = make
+        self.once(lambda: self._create_table(spec, make), spec.name)
+
+    def _create_table(self, spec: VariableSpec, make: Callable[[int, int], Any]) -> None:
+        self.unsaved = True
         for part in spec.parts:
             self.engine.control(part.server, "table", part.piece, make)
 
     def add_optimizer(self, name: str, rule: Any) -> OptimizerSpec:
         """Gives the servers an optimizer's rule."""
         spec = self.catalog.add_optimizer(name, rule)
-        for server in range(self.server_count):
-            self.engine.control(server, "optimizer", spec.number, rule)
+        self.once(lambda: self._control_all("optimizer", spec.number, rule), name)
         return spec
+
+    def replace_rule(self, optimizer: OptimizerSpec, rule: Any) -> None:
+        """Gives the servers another rule for an optimizer, which keeps its state."""
+        self.unsaved = True
+        self.catalog.rules[optimizer.number] = rule
+        self.once(lambda: self._control_all("rule", optimizer.number, rule), optimizer.name)
+
+    def _control_all(self, operation: str, *objects: Any) -> None:
+        for server in range(self.server_count):
+            self.engine.control(server, operation, *objects)
 
     def settle_rounds(self) -> None:
         """Tells all servers of closed rounds: who was to tell them may have died."""
@@ -141,8 +164,7 @@ class Deployment:
 
     def set_number(self, optimizer: OptimizerSpec, path: str, value: Any) -> None:
         """Sets a number in an optimizer's state on all servers: its learning rate, say."""
-        for server in range(self.server_count):
-            self.engine.control(server, "number", optimizer.number, path, value)
+        self.once(lambda: self._control_all("number", optimizer.number, path, value), path)
 
     # --- faults ------------------------------------------------------------------
 
@@ -157,6 +179,11 @@ class Deployment:
         self.epoch += 1
         for server in range(self.server_count):
             self._control_if_alive(server, "epoch", self.epoch)
+
+    def follow_epoch(self) -> None:
+        """Another process has brought the servers, which it shares with this one, elsewhere."""
+        self.epoch += 1
+        self.links.renew(self.epoch)
 
     def restore(self, directory: str, manifest: Fields) -> None:
         """Brings all servers, those that were lost anew, to the state of a checkpoint."""

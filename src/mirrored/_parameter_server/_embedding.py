@@ -21,6 +21,7 @@ from mirrored._home import Home, Remote
 from mirrored._parameter_server._catalog import VariableSpec
 from mirrored._parameter_server._ids import used_rows
 from mirrored._parameter_server._participant import Participant
+from mirrored._parameter_server._sharing import gathered
 from mirrored._sparse import IndexedSlices
 from mirrored._values import NestLeaf, PerReplica
 
@@ -147,6 +148,8 @@ class EmbeddingTable(NestLeaf, Remote):
         This is how a table on servers goes with a dense part that is trained in lockstep:
         the rows are an argument of the step, gradients are taken of them as of a Variable,
         and the table's own optimizer sends them back. Each step sees all updates before it.
+        Where the step runs in several processes, each calls this with its own part of the
+        batch, and all get the rows of all (see ``shared_with`` of the servers' strategy).
 
         Args:
           ids: integers: an array, or a PerReplica of one, as distributed datasets yield.
@@ -181,13 +184,16 @@ class EmbeddingTable(NestLeaf, Remote):
                     hint="use strategy.distribute_dataset.",
                 )
             stacked = ids.stacked
-        host = np.asarray(ids if stacked is None else stacked)
+        host = np.asarray(ids) if stacked is None else gathered(stacked)
         _require_integers(self.name, host.dtype)
         used = used_rows(spec, [host])
         (values,) = self._home.participant.fetch_rows([used])
         places: Any = used.places[0]
         if stacked is not None:
-            placed = jax.device_put(places, stacked.sharding)
+            whole = places
+            placed = jax.make_array_from_callback(
+                whole.shape, stacked.sharding, lambda part: whole[part]
+            )
             places = PerReplica.from_stacked(placed, ids.row_counts, is_batch=ids.is_batch)
         return TableRows(values, places, used.rows, self.shape, self.name)
 

@@ -7,16 +7,20 @@ ask for it.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from mirrored._errors import ArgumentError
 from mirrored._parameter_server._engine import Engine
+from mirrored._parameter_server._sharing import Sharing
 
 _ENGINES = {
     "threads": ("mirrored._parameter_server._threads_engine", "ThreadsEngine"),
     "ray": ("mirrored._parameter_server._ray_engine", "RayEngine"),
 }
+_GUESTS = "mirrored._parameter_server._guest_engine"
+_STARTING = "starting the servers"
 
 
 def make_engine(
@@ -48,3 +52,37 @@ def make_engine(
     if name == "threads":
         return make(strategy, **options)
     return make(address=address, **options)
+
+
+def make_shared_engine(
+    sharing: Sharing, address: str | None, options: Mapping[str, Any], server_count: int
+) -> Engine:
+    """Makes the engine of one of several processes that share servers on Ray.
+
+    The first process starts them; the others wait until it has, see ``introduce``.
+    """
+    name = sharing.name() if address is not None else None
+    if sharing.is_first:
+        module = importlib.import_module(_ENGINES["ray"][0])
+        return module.RayEngine(address=address, name=name, **options)
+    guests = importlib.import_module(_GUESTS)
+    path = sharing.by_first(str, _STARTING)
+    if address is None:
+        return guests.GuestEngine(guests.found_in_file(path))
+    ray_options = options.get("ray_options") or {}
+    return guests.GuestEngine(guests.found_in_ray(address, name, server_count, ray_options))
+
+
+def introduce(sharing: Sharing, engine: Any, address: str | None) -> None:
+    """Tells the others that the servers run, and waits until they have found them."""
+    path = ""
+    if sharing.is_first:
+        guests = importlib.import_module(_GUESTS)
+
+        def leave() -> str:
+            return "" if address is not None else guests.left_in_file(engine.introductions())
+
+        path = sharing.by_first(leave, _STARTING)
+    sharing.everyone("finding the servers")
+    if path:
+        os.unlink(path)

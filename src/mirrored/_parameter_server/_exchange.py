@@ -20,6 +20,7 @@ import numpy as np
 
 from mirrored._parameter_server._channel import Fields, Reply, silent
 from mirrored._parameter_server._links import Links
+from mirrored._parameter_server._sharing import Sharing
 from mirrored._parameter_server._staleness import Staleness
 
 # For each server, lists of pieces to read: one flat array a list.
@@ -52,11 +53,20 @@ class Exchange:
       links: the channels.
       lease: the worker's; None for the coordinator, which takes no turns.
       staleness: how updates of different workers are combined.
+      sharing: with which other processes in lockstep it shares the servers, or None.
     """
 
-    def __init__(self, links: Links, lease: int | None, staleness: Staleness) -> None:
+    def __init__(
+        self,
+        links: Links,
+        lease: int | None,
+        staleness: Staleness,
+        sharing: Sharing | None = None,
+    ) -> None:
         self.links = links
         self._lease = lease
+        # Of a process whose writes another one sends: how many there are to be.
+        self._writes = None if sharing is None or sharing.is_first else sharing.writes
         self._kind = "async" if lease is None else staleness.kind
         self._closure: int | None = None
         self._step = -1
@@ -111,25 +121,54 @@ class Exchange:
             self._collect()
             futures = self._submit_rows(wanted)
         return {
-            server: self.links.wait(server, "rows", future)[1] for server, future in futures.items()
+            server: self._answer(server, "rows", *self._rows_of(server, wanted), future)
+            for server, future in futures.items()
         }
 
     def _submit_rows(self, wanted: RowsWanted) -> Futures:
         return {
-            server: self.links.submit(server, "rows", {"tables": list(tables)}, numbers)
-            for server, (tables, numbers) in wanted.items()
+            server: self.links.submit(server, "rows", *self._rows_of(server, wanted))
+            for server in wanted
         }
+
+    def _rows_of(self, server: int, wanted: RowsWanted) -> tuple[Fields, Sequence[np.ndarray]]:
+        tables, numbers = wanted[server]
+        return {"tables": list(tables), **self._after(server)}, numbers
+
+    def _after(self, server: int) -> Fields:
+        """Which writes must have come before something is read."""
+        return {} if self._writes is None else {"after": self._writes[server]}
+
+    def _answer(
+        self,
+        server: int,
+        operation: str,
+        fields: Fields,
+        arrays: Sequence[np.ndarray],
+        future: concurrent.futures.Future[Reply],
+    ) -> list[np.ndarray]:
+        """Waits for what was asked for; asks again while writes of the group are missing."""
+        reply, found = self.links.wait(server, operation, future)
+        deadline, nap = self._deadline(), _FIRST_NAP
+        while reply.get("behind"):
+            nap = self._rest(nap, deadline)
+            reply, found = self.links.request(server, operation, fields, arrays)
+        return found
 
     def _pull(self, reads: Reads) -> Values:
         said: Fields = {"lease": self._lease}
         if self._closed is not None:
             said["closed"] = self._closed
-        futures = {
-            server: self.links.submit(server, "pull", {**said, "read": lists})
+        asked = {
+            server: {**said, "read": lists, **self._after(server)}
             for server, lists in reads.items()
         }
+        futures = {
+            server: self.links.submit(server, "pull", fields) for server, fields in asked.items()
+        }
         return {
-            server: self.links.wait(server, "pull", future)[1] for server, future in futures.items()
+            server: self._answer(server, "pull", asked[server], (), future)
+            for server, future in futures.items()
         }
 
     def _collect(self) -> dict[int, Reply]:

@@ -19,6 +19,7 @@ from mirrored._parameter_server._exchange import Exchange, Reads, RowsQuestion, 
 from mirrored._parameter_server._ids import UsedRows, used_rows
 from mirrored._parameter_server._layout import ReadLayout, UpdateLayout, split_rows
 from mirrored._parameter_server._recording import Recording, check_pairs
+from mirrored._parameter_server._sharing import Sharing
 from mirrored._parameter_server._steps import Step, Steps, run_in_replica
 from mirrored._parameter_server._tables import aligned_empty, bucket
 from mirrored._sparse import IndexedSlices
@@ -39,6 +40,7 @@ class Participant:
       device: where it computes.
       index: the worker's number; None for the coordinator.
       sent: called after updates were sent, if given.
+      sharing: with which other processes in lockstep it shares the servers, or None.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Participant:
         index: int | None = None,
         *,
         sent: Callable[[], None] | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.exchange = exchange
         self.index = index
         self.device = device
         self._steps = steps
         self._sent = sent
+        self.sharing = sharing
         self._usual = 0
         self._here = {device}
         self._must_place = device != jax.local_devices()[0]
@@ -122,6 +126,8 @@ class Participant:
 
     def _send(self, layout: UpdateLayout) -> None:
         """Sends updates and waits until they have arrived."""
+        if not self._may_send(layout):
+            return
         gradients = layout.is_step
         while not self.exchange.push(layout.parts(), _NOTHING, is_step=gradients):
             # Refused as too old. They were computed outside a step, from values nobody
@@ -130,6 +136,14 @@ class Participant:
         self.exchange.values(_NOTHING)
         if self._sent is not None:
             self._sent()
+
+    def _may_send(self, layout: UpdateLayout) -> bool:
+        """Whether this process is the one to send what all of a group would."""
+        if self.sharing is None:
+            return True
+        self.sharing.before_write()
+        self.sharing.writes.update(layout.fields.keys())
+        return self.sharing.is_first
 
     # --- rows of tables ----------------------------------------------------------
 
@@ -265,6 +279,8 @@ class Participant:
         # after another mostly have as many steps as the one before.
         last = self.exchange.steps + 1 == self._usual
         reads = _NOTHING if last else step.reads.reads
+        if not self._may_send(updates):
+            return True
         if self._sent is not None:
             self._sent()
         return self.exchange.push(updates.parts(), reads, is_step=updates.is_step)

@@ -25,6 +25,7 @@ from mirrored._parameter_server._engine import (
     WorkerSpec,
 )
 from mirrored._parameter_server._server import Server
+from mirrored._parameter_server._transport import Keys
 from mirrored._parameter_server._travel import in_pickle, loads
 from mirrored._parameter_server._worker import Worker
 
@@ -64,6 +65,7 @@ class ServerProcess:
         self, spec: ServerSpec, network: Network, paths: list[str], threads: int | None
     ) -> None:
         prepare_process(paths, "cpu", threads)
+        self._keys = network.keys
         self._server = Server(spec)
         self._endpoint = Endpoint(
             self._server, self._server.lock, network, _interface(network), spec.name
@@ -72,6 +74,10 @@ class ServerProcess:
     def address(self) -> Address:
         """Where it is reached."""
         return self._endpoint.address
+
+    def introduction(self) -> tuple[Address, Keys]:
+        """What another process of the same program needs to reach it."""
+        return self._endpoint.address, self._keys
 
     def process(self) -> int:
         """Its process."""

@@ -16,7 +16,6 @@ from typing import Any, final
 
 from mirrored._errors import MirroredError, ServerError, WorkerError
 from mirrored._parameter_server._channel import Channel, gone, silent
-from mirrored._parameter_server._closures import UNKNOWN
 from mirrored._parameter_server._engine import (
     ClosureCall,
     ClosureOutcome,
@@ -25,12 +24,13 @@ from mirrored._parameter_server._engine import (
     WorkerSpec,
 )
 from mirrored._parameter_server._nests import NotPlainError, Said, understood
-from mirrored._parameter_server._ray_session import RaySession, ray
+from mirrored._parameter_server._ray_session import NAMESPACE, RaySession, ray
 
 # isort: split
 # What follows needs what the session has found to be there.
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from mirrored._parameter_server._closures import UNKNOWN
 from mirrored._parameter_server._endpoint import (
     LOOPBACK,
     Address,
@@ -38,6 +38,7 @@ from mirrored._parameter_server._endpoint import (
     is_reachable,
     open_channel,
 )
+from mirrored._parameter_server._guest_engine import Introduction, server_name
 from mirrored._parameter_server._ray_actors import ServerProcess, WorkerProcess
 from mirrored._parameter_server._sent_functions import SentFunction, SentFunctions
 from mirrored._parameter_server._transport import ConnectedChannel, Keys, make_token
@@ -74,6 +75,7 @@ class RayEngine(Engine):
         of this machine's cores, if left out, since its processes share them.
       server_threads: the same of servers.
       ray_options: further arguments of ``ray.init``.
+      name: of the servers in their cluster, if other processes are to find them there.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RayEngine(Engine):
         worker_threads: int | None = None,
         server_threads: int | None = None,
         ray_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
     ) -> None:
         if interface == "":
             interface = LOOPBACK if address is None else None
@@ -110,7 +113,15 @@ class RayEngine(Engine):
         self._functions = SentFunctions()
         # Changes when a server is replaced: workers are told where it is now.
         self._version = 0
+        self._name = name
         self._session = RaySession(address, dict(ray_options or {}))
+
+    def introductions(self) -> list[Introduction]:
+        """What other processes of the program need to reach the servers."""
+        return [
+            Introduction(self._address(self._servers[index]), self._network.keys)
+            for index in sorted(self._servers)
+        ]
 
     # --- starting and stopping ---------------------------------------------------
 
@@ -118,7 +129,10 @@ class RayEngine(Engine):
         old = self._servers.pop(spec.index, None)
         if old is not None:
             old.end()
-        make = _ServerActor.options(**_OPTIONS, **self._server_options)
+        named = {}
+        if self._name is not None:
+            named = {"name": server_name(self._name, spec.index), "namespace": NAMESPACE}
+        make = _ServerActor.options(**_OPTIONS, **named, **self._server_options)
         handle = make.remote(spec, self._network, list(sys.path), self._server_threads)
         self._servers[spec.index] = _Actor(handle, spec.name)
         self._version += 1

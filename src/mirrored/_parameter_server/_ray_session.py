@@ -37,7 +37,7 @@ except ImportError as error:
 logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 # Ray's smallest; tensors do not go through it.
 _OBJECT_STORE_BYTES = 80 << 20
-_NAMESPACE = "mirrored"
+NAMESPACE = "mirrored"
 
 
 @final
@@ -90,7 +90,7 @@ class RaySession:
 
 def _start(address: str | None, options: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {
-        "namespace": _NAMESPACE,
+        "namespace": NAMESPACE,
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "log_to_driver": True,

@@ -1,15 +1,15 @@
 """Server: what one parameter server does with the messages it gets.
 
 Owns the order of things in a message: is the asker still a worker, was this update
-applied before, whose turn it is, then the update, then the values asked for. Where
-arrays lie is in ``_store`` and ``_tables``, how they change in ``_updates``.
+applied before, whose turn it is, then the update, then the values asked for. What a server
+has is in ``_holdings``, the form of messages in ``_questions``.
 
 Operations of ``handle`` (fields -> arrays): ``create`` pieces with their values; ``pull``
 values; ``push`` updates, and pull; ``rows`` of tables; ``join``, ``leave`` and ``turn``
 at server 0; ``status``. Operations of ``control``, which may carry any Python:
-``optimizer`` (number, rule), ``number`` (optimizer, path, value), ``table`` (piece, a
-function of a range of rows), ``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``,
-``save``, ``restore``.
+``optimizer`` (number, rule), ``rule``, which takes the place of another (number, rule),
+``number`` (optimizer, path, value), ``table`` (piece, a function of a range of rows),
+``pieces``, ``end_lease``, ``closed``, ``close``, ``epoch``, ``save``, ``restore``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from mirrored._parameter_server import _shard_files
 from mirrored._parameter_server._applied import Applied
 from mirrored._parameter_server._channel import Fields, Reply
 from mirrored._parameter_server._engine import ServerSpec
+from mirrored._parameter_server._holdings import Holdings
+from mirrored._parameter_server._questions import check
 from mirrored._parameter_server._rounds import Rounds
-from mirrored._parameter_server._rules import Rule
-from mirrored._parameter_server._store import Piece, Store
-from mirrored._parameter_server._tables import Table
 from mirrored._parameter_server._tally import Tally
 from mirrored._parameter_server._turns import Turns
-from mirrored._parameter_server._updates import DenseUpdate
 
 # How long the others wait for a worker that neither comes nor is known to be lost.
 PATIENCE_SECONDS = 30.0
@@ -48,18 +46,14 @@ class Server:
     def __init__(self, spec: ServerSpec, patience: float = PATIENCE_SECONDS) -> None:
         self.spec = spec
         self.lock = threading.Lock()
-        self.store = Store(spec.name)
-        self.tables: dict[int, Table] = {}
-        # By the optimizer's number: its rule, and the names of all its variables.
-        self.rules: dict[int, Rule] = {}
-        self.updates: dict[int, DenseUpdate] = {}
-        # Numbers in optimizers' states that were set, by the path of each.
-        self._numbers: dict[int, dict[str, Any]] = {}
+        self.holdings = Holdings(spec.name)
         self.applied = Applied()
         self._turns = Turns(spec.staleness, patience)
         self._rounds = Rounds()
         self._ended: set[int] = set()
         self._epoch = 0
+        # Messages with writes of the program itself, which some who read wait for.
+        self._writes = 0
         self._tally = Tally()
         self._operations: dict[str, Callable[[Fields, list[np.ndarray]], Reply]] = {
             "create": self._create,
@@ -72,10 +66,11 @@ class Server:
             "status": self._status,
         }
         self._controls: dict[str, Callable[..., Any]] = {
-            "optimizer": self._set_optimizer,
-            "number": self._set_number,
-            "table": self._create_table,
-            "pieces": self._expect_pieces,
+            "optimizer": self.holdings.set_rule,
+            "rule": self.holdings.replace_rule,
+            "number": self.holdings.set_number,
+            "table": self.holdings.create_table,
+            "pieces": self.holdings.expect_pieces,
             "end_lease": self._end_lease,
             "closed": self._closed,
             "close": self._close,
@@ -90,6 +85,7 @@ class Server:
         action = self._operations.get(operation)
         if action is None:
             raise self._unknown(operation)
+        check(operation, fields, arrays)
         return action(fields, arrays)
 
     def control(self, operation: str, *objects: Any) -> Any:
@@ -109,77 +105,39 @@ class Server:
     # --- values ------------------------------------------------------------------
 
     def _create(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
-        for described, value in zip(fields["pieces"], arrays, strict=True):
-            piece = Piece(
-                described["number"],
-                described["name"],
-                described["start"],
-                value.shape,
-                value.dtype,
-            )
-            self.store.add(piece, value)
+        self.holdings.create(fields["pieces"], arrays)
         return {}, []
-
-    def _expect_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Makes room for pieces whose values a checkpoint will bring."""
-        for piece in pieces:
-            self.store.put(piece, np.zeros(piece.shape, piece.dtype))
-
-    def _create_table(self, piece: Piece, make: Callable[[int, int], np.ndarray] | None) -> None:
-        if piece.number in self.tables and make is not None:
-            return
-        if make is None:
-            values = np.zeros(piece.shape, piece.dtype)
-        else:
-            values = np.array(make(piece.start, piece.start + piece.shape[0]), piece.dtype)
-        self.tables[piece.number] = Table(piece, values)
 
     def _values(self, fields: Fields) -> list[np.ndarray]:
         """What a message asks to read."""
         if fields["read"]:
             self._tally.told(fields.get("lease"))
-        return [self.store.read(numbers) for numbers in fields["read"]]
+        return self.holdings.read(fields["read"])
 
     def _pull(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
+        self.holdings.require(fields["read"])
         self._close(fields.get("closed", ()))
+        if self._is_behind(fields):
+            return {"behind": True}, []
         return {}, self._values(fields)
+
+    def _is_behind(self, fields: Fields) -> bool:
+        """Whether writes that are to be seen are still on their way, from another process."""
+        return fields.get("after", 0) > self._writes
 
     def _rows(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
-        return {}, [
-            self._table(number).read(rows)
-            for number, rows in zip(fields["tables"], arrays, strict=True)
-        ]
-
-    def _table(self, number: int) -> Table:
-        table = self.tables.get(number)
-        if table is None:
-            raise ServerError(
-                fact=f"{self.spec.name} was asked for table {number}, which it does not have.",
-                expected=f"one of its {len(self.tables)} tables.",
-                hint="a server that came back without a checkpoint is empty: use "
-                'on_server_failure="restore".',
-            )
-        return table
+        if self._is_behind(fields):
+            return {"behind": True}, []
+        return {}, self.holdings.rows(fields["tables"], arrays)
 
     # --- updates -----------------------------------------------------------------
-
-    def _set_optimizer(self, number: int, rule: Rule) -> None:
-        self.rules.setdefault(number, rule)
-
-    def _set_number(self, number: int, path: str, value: Any) -> None:
-        """Sets a number in an optimizer's state, its learning rate say, on this server."""
-        self._numbers.setdefault(number, {})[path] = value
-        if number in self.updates:
-            self.updates[number].set_number(path, value)
-        for table in self.tables.values():
-            if number in table.optimizers:
-                table.optimizers[number].set_number(path, value)
 
     def _push(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
         self._check_epoch(fields)
         self._check_lease(fields["lease"])
+        self.holdings.require(fields["read"])
         self.applied.forget_below(fields.get("floor", 0))
         closure, step = fields["closure"], fields["step"]
         kind = self.spec.staleness.kind
@@ -191,6 +149,8 @@ class Server:
                 # Whoever closed the round may have died before the other servers knew.
                 known |= self._standing(fields["lease"])[0]
             return self._answer(fields, known)
+        # Whatever is wrong with it is found before anything is done.
+        self.holdings.examine(fields["updates"], arrays)
         self._tally.came(fields["lease"])
         if kind == "sync" and fields.get("round") is not None:
             return self._gather(fields, arrays)
@@ -202,9 +162,12 @@ class Server:
                 self._tally.late += 1
                 return self._answer(fields, {"late": True})
             self._turns.done(fields["lease"])
-        self._apply(fields["updates"], arrays)
+        self.holdings.apply(fields["updates"], arrays)
+        self._tally.updated()
         if closure is not None:
             self.applied.note(closure, step)
+        if fields["lease"] is None:
+            self._writes += 1
         return self._answer(fields, {})
 
     def _answer(self, fields: Fields, answer: Fields) -> Reply:
@@ -212,56 +175,6 @@ class Server:
         if worker and self.spec.index == 0 and self.spec.staleness.kind == "bounded":
             answer["go"] = self._turns.may_go(fields["lease"])
         return answer, self._values(fields)
-
-    def _apply(self, updates: Sequence[Fields], arrays: Sequence[np.ndarray]) -> None:
-        """Applies the updates of one message, whose arrays stand in the same order."""
-        rest = list(arrays)
-        for update in updates:
-            kind = update["kind"]
-            if kind == "gradients":
-                count = len(update["lists"])
-                self._dense_update(update).apply(rest[:count])
-            elif kind == "rows":
-                count = 2
-                rule = self._rule(update["optimizer"])
-                number, table = update["optimizer"], self._table(update["table"])
-                table.update(number, rule, rest[0], rest[1], self._numbers.get(number, {}))
-            elif kind == "set_rows":
-                count = 2
-                self._table(update["table"]).write(*rest[:2])
-            else:
-                count = 1
-                self.store.change(update["piece"], rest[0], add=kind == "add")
-            rest = rest[count:]
-        self._tally.updated()
-
-    def _rule(self, number: int) -> Rule:
-        rule = self.rules.get(number)
-        if rule is None:
-            raise ServerError(
-                fact=f"{self.spec.name} does not know optimizer {number}.",
-                expected="optimizers made in the strategy's scope, before they are used.",
-                hint="make the optimizer in `with strategy.scope():`.",
-            )
-        return rule
-
-    def _dense_update(self, update: Fields) -> DenseUpdate:
-        number, lists = update["optimizer"], [tuple(numbers) for numbers in update["lists"]]
-        found = self.updates.get(number)
-        if found is None:
-            found = self.updates[number] = DenseUpdate(
-                self._rule(number), self.store, lists, whole=update["whole"]
-            )
-            for path, value in self._numbers.get(number, {}).items():
-                found.set_number(path, value)
-        if found.lists != lists:
-            raise ServerError(
-                fact=f"optimizer {found.rule.name!r} keeps state for pieces {found.lists} on "
-                f"{self.spec.name} and was given gradients of {lists}.",
-                expected="the same variables in every step.",
-                hint="use one Optimizer for each set of variables.",
-            )
-        return found
 
     # --- turns -------------------------------------------------------------------
 
@@ -333,7 +246,8 @@ class Server:
             return
         identities, updates, arrays = taken
         if updates:
-            self._apply(updates, arrays)
+            self.holdings.apply(updates, arrays)
+            self._tally.updated()
         for closure, step in identities:
             self.applied.note(closure, step)
 
@@ -386,11 +300,12 @@ class Server:
         _shard_files.restore(self, directory, manifest)
 
     def _status(self, fields: Fields, arrays: list[np.ndarray]) -> Reply:
-        tables = list(self.tables.values())
+        tables = list(self.holdings.tables.values())
         return {
             "index": self.spec.index,
-            "bytes": self.store.byte_count() + sum(table.values.nbytes for table in tables),
-            "variables": sorted({piece.name for piece in self.store.pieces()}),
+            "bytes": self.holdings.store.byte_count()
+            + sum(table.values.nbytes for table in tables),
+            "variables": sorted({piece.name for piece in self.holdings.store.pieces()}),
             "tables": [
                 {
                     "name": table.piece.name,

@@ -64,13 +64,13 @@ def save(server: Any, directory: str) -> Fields:
         # NumPy's files know no bfloat16: bytes, whose meaning the manifest keeps.
         arrays[key] = host if host.dtype.isbuiltin == 1 else host.reshape(-1).view(np.uint8)
 
-    for piece in server.store.pieces():
-        add("value", server.store.value(piece.number), name=piece.name, start=piece.start)
-    for number, update in server.updates.items():
+    for piece in server.holdings.store.pieces():
+        add("value", server.holdings.store.value(piece.number), name=piece.name, start=piece.start)
+    for number, update in server.holdings.updates.items():
         found = state_leaves(update.state, update.pieces)
         for leaf, array in zip(found, jax.tree.leaves(update.state), strict=True):
             _add_leaf(add, "dense", number, leaf, array)
-    for table in server.tables.values():
+    for table in server.holdings.tables.values():
         add("value", table.values, name=table.piece.name, start=table.piece.start)
         for number, rows in table.optimizers.items():
             found = state_leaves(rows.structure.unflatten(rows.leaves), [table.piece])
@@ -84,7 +84,7 @@ def save(server: Any, directory: str) -> Fields:
         os.fsync(file.fileno())
     optimizers = {
         str(number): sorted({piece.name for piece in update.pieces})
-        for number, update in server.updates.items()
+        for number, update in server.holdings.updates.items()
     }
     return {
         "file": name,
@@ -111,20 +111,20 @@ def _add_leaf(add: Callable[..., None], kind: str, number: int, leaf: Leaf, arra
 def restore(server: Any, directory: str, manifest: Fields) -> None:
     """Gives a server's pieces the values and the state that a checkpoint has."""
     saved = _Saved(directory, manifest)
-    pieces = server.store.pieces()
+    pieces = server.holdings.store.pieces()
     for piece in pieces:
-        server.store.put(piece, saved.rows("value", piece))
-    server.updates.clear()
+        server.holdings.store.put(piece, saved.rows("value", piece))
+    server.holdings.updates.clear()
     names = saved.optimizers()
     for number, variables in names.items():
         own = [piece for piece in pieces if piece.name in variables]
-        if own and number in server.rules:
-            server.updates[number] = _dense_update(server, saved, number, own, variables)
-    for table in server.tables.values():
+        if own and number in server.holdings.rules:
+            server.holdings.updates[number] = _dense_update(server, saved, number, own, variables)
+    for table in server.holdings.tables.values():
         table.values = saved.rows("value", table.piece)
         table.optimizers.clear()
         for number in saved.row_optimizers(table.piece.name):
-            if number in server.rules:
+            if number in server.holdings.rules:
                 table.optimizers[number] = _row_update(server, saved, number, table)
     own = {"floor": manifest["next_closure"], "last": []}
     if len(manifest["servers"]) == server.spec.server_count:
@@ -140,8 +140,8 @@ def _dense_update(
     for piece in own:
         lists.setdefault(np.dtype(piece.dtype).name, []).append(piece.number)
     update = DenseUpdate(
-        server.rules[number],
-        server.store,
+        server.holdings.rules[number],
+        server.holdings.store,
         list(lists.values()),
         whole=saved.is_whole(own, variables),
     )
@@ -154,7 +154,7 @@ def _dense_update(
 
 
 def _row_update(server: Any, saved: _Saved, number: int, table: Any) -> RowUpdate:
-    update = RowUpdate(server.rules[number], table.piece, table.values)
+    update = RowUpdate(server.holdings.rules[number], table.piece, table.values)
     found = state_leaves(update.structure.unflatten(update.leaves), [table.piece])
     update.leaves = [
         saved.leaf(

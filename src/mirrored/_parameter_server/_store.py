@@ -133,8 +133,8 @@ class Store:
                 self._buffers[piece.number] = Buffer([piece], other.flat[start:end])
         return made
 
-    def change(self, number: int, values: np.ndarray, *, add: bool) -> None:
-        """Sets a piece, or adds to it."""
+    def check_change(self, number: int, values: np.ndarray) -> None:
+        """Raises ServerError unless these can be written into a piece."""
         buffer = self._buffer(number)
         start, end = buffer.spans[number]
         if values.size != end - start or values.dtype != buffer.flat.dtype:
@@ -144,6 +144,12 @@ class Store:
                 expected="a value of the variable's own size and dtype.",
                 hint="all processes must run the same version of the program.",
             )
+
+    def change(self, number: int, values: np.ndarray, *, add: bool) -> None:
+        """Sets a piece, or adds to it."""
+        self.check_change(number, values)
+        buffer = self._buffer(number)
+        start, end = buffer.spans[number]
         flat = values.reshape(-1)
         if len(buffer.pieces) == 1:
             buffer.flat = buffer.flat + flat if add else flat

@@ -17,14 +17,16 @@ from mirrored import _compat, _context
 from mirrored._errors import ArgumentError, ServerError
 from mirrored._parameter_server._deployment import Deployment
 from mirrored._parameter_server._engine import Engine
-from mirrored._parameter_server._engines import make_engine
+from mirrored._parameter_server._engines import introduce, make_engine, make_shared_engine
 from mirrored._parameter_server._exchange import Exchange
 from mirrored._parameter_server._participant import Participant
 from mirrored._parameter_server._rules import OptaxRule, Rule
 from mirrored._parameter_server._server_home import ServerHome
 from mirrored._parameter_server._server_strategy import ServerStrategy, worker_placement
+from mirrored._parameter_server._sharing import sharing_with
 from mirrored._parameter_server._staleness import Staleness, parse_staleness
 from mirrored._placement import Placement
+from mirrored._strategy import Strategy
 
 # So often servers may be lost while something is read.
 _MOST_RECOVERIES = 20
@@ -62,6 +64,10 @@ class ParameterServerStrategy(ServerStrategy):
         see. A temporary one if left out, which only servers of this machine see.
       checkpoint_every: after how many closures to save one.
       timeout: how many seconds to wait for an answer before it counts as a failure.
+      shared_with: the strategy of a dense part that is trained in lockstep, if the servers
+        keep tables for it (see ``EmbeddingTable.pull``). There are no workers then; of
+        several processes the first starts the servers, the others find them through Ray,
+        and what all of them write is written once.
 
     >>> import optax
     >>> import mirrored
@@ -94,14 +100,25 @@ class ParameterServerStrategy(ServerStrategy):
         checkpoint_directory: str | None = None,
         checkpoint_every: int = 1000,
         timeout: float = 60.0,
+        shared_with: Strategy | None = None,
     ) -> None:
         super().__init__()
-        workers, servers = _counts(cluster, worker_count, server_count)
+        workers, servers = _counts(cluster, worker_count, server_count, shared_with is not None)
+        engine = engine or ("threads" if address is None else "ray")
+        sharing = sharing_with(shared_with, engine, workers)
         if on_server_failure not in ("raise", "restore"):
             raise ArgumentError(
                 fact=f"ParameterServerStrategy was given on_server_failure={on_server_failure!r}.",
                 expected='"raise" or "restore".',
                 hint="leave it out to have the failure raised.",
+            )
+        if sharing is not None and on_server_failure != "raise":
+            raise ArgumentError(
+                fact='on_server_failure="restore" was given for servers shared by processes in '
+                "lockstep.",
+                expected='"raise": a step that some processes have done cannot be done again by '
+                "others.",
+                hint="restart the program from its checkpoint, with mirrored launch say.",
             )
         parsed = parse_staleness(staleness, backup_workers)
         self._placement = worker_placement(jax.local_devices()[0], type(self).__name__)
@@ -109,14 +126,22 @@ class ParameterServerStrategy(ServerStrategy):
         self.on_server_failure = on_server_failure
         self.checkpoint_directory = checkpoint_directory
         self.checkpoint_every = checkpoint_every
+        options = engine_options or {}
         self._deployment = Deployment(
-            make_engine(engine, address, engine_options or {}, self),
+            make_engine(engine, address, options, self)
+            if sharing is None
+            else make_shared_engine(sharing, address, options, servers),
             worker_count=workers,
             server_count=servers,
             staleness=parsed,
             timeout=timeout,
             partitioner=variable_partitioner,
+            sharing=sharing,
         )
+        if sharing is not None:
+            introduce(sharing, self._deployment.engine, address)
+        # Whether it has no workers, because another strategy computes.
+        self.is_shared = shared_with is not None
         self._home = CoordinatorHome(self, self._deployment)
         # The one ClusterCoordinator, once there is one.
         self.coordinator: Any = None
@@ -177,9 +202,11 @@ class CoordinatorHome(ServerHome):
         super().__init__(strategy)
         self.strategy = strategy
         self._deployment = deployment
-        exchange = Exchange(deployment.links, None, deployment.staleness)
+        exchange = Exchange(deployment.links, None, deployment.staleness, deployment.sharing)
         device = strategy.placement.devices[0]
-        self._own = Participant(exchange, strategy.steps, device, sent=self._changed)
+        self._own = Participant(
+            exchange, strategy.steps, device, sent=self._changed, sharing=deployment.sharing
+        )
         self._names: set[str] = set()
         # Called when a server is lost; says whether it is there again.
         self.recover: Callable[[], bool] | None = None
@@ -265,7 +292,10 @@ def _nothing() -> None:
 
 
 def _counts(
-    cluster: Mapping[str, Any] | None, worker_count: int | None, server_count: int | None
+    cluster: Mapping[str, Any] | None,
+    worker_count: int | None,
+    server_count: int | None,
+    shared: bool,
 ) -> tuple[int, int]:
     """How many workers and servers were asked for."""
     if cluster is not None and (worker_count is not None or server_count is not None):
@@ -278,18 +308,18 @@ def _counts(
     if cluster is not None:
         jobs = cluster.get("cluster", cluster)
         try:
-            workers, servers = (_count(jobs[job]) for job in ("worker", "ps"))
+            servers = _count(jobs["ps"])
+            workers = _count(jobs.get("worker", 0) if shared else jobs["worker"])
         except (KeyError, TypeError) as error:
             raise ArgumentError(
                 fact=f"ParameterServerStrategy was given cluster={cluster!r}.",
                 expected='numbers of, or lists of addresses for, "worker" and "ps".',
                 hint='write cluster={"worker": 2, "ps": 1}.',
             ) from error
-    workers, servers = (
-        workers or 2 if workers is None else workers,
-        1 if servers is None else servers,
-    )
-    if workers < 1 or servers < 1:
+    if workers is None:
+        workers = 0 if shared else 2
+    servers = 1 if servers is None else servers
+    if workers < (0 if shared else 1) or servers < 1:
         raise ArgumentError(
             fact=f"ParameterServerStrategy was given {workers} workers and {servers} servers.",
             expected="at least one of each.",

@@ -17,7 +17,7 @@ import numpy as np
 from mirrored._errors import ServerError
 from mirrored._parameter_server._rules import Rule, require_elementwise
 from mirrored._parameter_server._store import Piece
-from mirrored._parameter_server._updates import cpu_device, with_number
+from mirrored._parameter_server._updates import carried_over, cpu_device, with_number
 
 _SMALLEST = 16
 _ALIGNMENT = 64
@@ -59,8 +59,7 @@ class Table:
         self.optimizers: dict[int, RowUpdate] = {}
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Copies the rows with these numbers, counted from this piece's first."""
-        self._check(rows)
+        """Copies the rows with these numbers, counted from this piece's first; checked before."""
         self.rows_read += len(rows)
         return self.values.take(rows, axis=0)
 
@@ -72,7 +71,7 @@ class Table:
         gradients: np.ndarray,
         numbers: Mapping[str, Any],
     ) -> None:
-        """Changes some rows, all different, by one step of an optimizer.
+        """Changes some rows by one step of an optimizer; checked before.
 
         Args:
           number: of the optimizer.
@@ -81,14 +80,6 @@ class Table:
           gradients: theirs.
           numbers: what was set in the optimizer's state before it had one.
         """
-        self._check(rows)
-        if gradients.shape != (len(rows), *self.piece.shape[1:]):
-            raise ServerError(
-                fact=f"table {self.piece.name!r} was given {len(rows)} row numbers and gradients "
-                f"of shape {gradients.shape}.",
-                expected=f"shape {(len(rows), *self.piece.shape[1:])}.",
-                hint="all processes must run the same version of the program.",
-            )
         self.rows_written += len(rows)
         optimizer = self.optimizers.get(number)
         if optimizer is None:
@@ -98,18 +89,44 @@ class Table:
         optimizer.apply(self.values, rows, gradients)
 
     def write(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Sets some rows."""
-        self._check(rows)
+        """Sets some rows; checked before."""
         self.rows_written += len(rows)
         self.values[rows] = values
 
-    def _check(self, rows: np.ndarray) -> None:
+    def check_rows(self, rows: np.ndarray) -> None:
+        """Raises ServerError unless these are numbers of rows of this piece."""
+        if rows.ndim != 1 or rows.dtype != np.int64:
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given row numbers {rows.dtype}"
+                f"{list(rows.shape)}.",
+                expected="int64 in one dimension.",
+                hint="all processes must run the same version of mirrored.",
+            )
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self.values)):
             raise ServerError(
                 fact=f"table {self.piece.name!r} was asked for rows {int(rows.min())} to "
                 f"{int(rows.max())} of its {len(self.values)} on this server.",
                 expected="rows that are there.",
                 hint="look at the largest id of the batch.",
+            )
+
+    def check_update(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Raises ServerError unless these are different rows, and a value for each."""
+        self.check_rows(rows)
+        if values.shape != (len(rows), *self.piece.shape[1:]) or values.dtype != self.piece.dtype:
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given {len(rows)} row numbers and values "
+                f"{values.dtype}{list(values.shape)}.",
+                expected=f"{self.piece.dtype}{[len(rows), *self.piece.shape[1:]]}.",
+                hint="all processes must run the same version of the program.",
+            )
+        # Of a row that came twice one value would be lost.
+        if len(rows) and not bool((rows[1:] > rows[:-1]).all()):
+            raise ServerError(
+                fact=f"table {self.piece.name!r} was given row numbers that are not in order, or "
+                "not different.",
+                expected="each row once, in order.",
+                hint="all processes must run the same version of mirrored.",
             )
 
 
@@ -123,22 +140,33 @@ class RowUpdate:
     """
 
     def __init__(self, rule: Rule, piece: Piece, values: np.ndarray) -> None:
+        self._device = cpu_device()
+        self._piece = piece
+        self.rule = rule
+        self.leaves: list[Any] = []
+        self._take_in(rule, values, None)
+
+    def _take_in(self, rule: Rule, values: np.ndarray, before: Any) -> None:
+        piece = self._piece
         require_elementwise(
             rule,
             [jax.ShapeDtypeStruct(piece.shape, piece.dtype)],
             f"{piece.name!r} is updated row by row",
         )
-        self.rule = rule
-        self._device = cpu_device()
         with jax.default_device(self._device):
             state = jax.jit(rule.init)([values])
-        leaves, self.structure = jax.tree.flatten(state)
+        leaves, self.structure = jax.tree.flatten(carried_over(before, state))
         self.by_row = [leaf.shape == values.shape for leaf in leaves]
-        self.leaves: list[Any] = [
-            np.array(leaf) if by_row else leaf
+        self.leaves = [
+            leaf if not by_row or isinstance(leaf, np.ndarray) else np.array(leaf)
             for leaf, by_row in zip(leaves, self.by_row, strict=True)
         ]
+        self.rule = rule
         self._step: Callable[..., Any] = jax.jit(self._traced)
+
+    def replace(self, rule: Rule, values: np.ndarray) -> None:
+        """Goes on with another rule, from what of the state both have."""
+        self._take_in(rule, values, self.structure.unflatten(self.leaves))
 
     def apply(self, values: np.ndarray, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Changes ``values`` and the state, in place, at ``rows``."""

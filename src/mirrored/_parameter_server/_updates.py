@@ -15,7 +15,7 @@ import numpy as np
 
 from mirrored._errors import ServerError
 from mirrored._parameter_server._rules import Rule, require_elementwise
-from mirrored._parameter_server._store import Buffer, Store
+from mirrored._parameter_server._store import Store
 
 
 def cpu_device() -> Any:
@@ -32,6 +32,20 @@ def with_number(state: Any, path: str, value: Any) -> Any:
             for at, leaf in leaves
         ]
     )
+
+
+def carried_over(old: Any, new: Any) -> Any:
+    """A new state with what an old one had at the same paths, in the same shapes."""
+    known = {
+        jax.tree_util.keystr(at): leaf for at, leaf in jax.tree_util.tree_leaves_with_path(old)
+    }
+    leaves, structure = jax.tree_util.tree_flatten_with_path(new)
+    kept = []
+    for at, leaf in leaves:
+        before = known.get(jax.tree_util.keystr(at))
+        fits = before is not None and before.shape == leaf.shape and before.dtype == leaf.dtype
+        kept.append(before if fits else leaf)
+    return structure.unflatten(kept)
 
 
 @final
@@ -62,21 +76,30 @@ class DenseUpdate:
         if len(lists) > 1:
             self._order.sort(key=lambda at: self._buffers[at[0]].numbers[at[1]])
         self.pieces = [self._buffers[index].pieces[place] for index, place in self._order]
-        shapes = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.pieces]
-        if not whole:
+        self._whole = whole
+        self.state: Any = self._first_state(rule)
+        self._held: list[tuple[np.ndarray | None, Any]] = [(None, None)] * len(lists)
+        self._step = jax.jit(self._traced, donate_argnums=2)
+
+    def _first_state(self, rule: Rule) -> Any:
+        if not self._whole:
+            shapes = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.pieces]
             require_elementwise(rule, shapes, "its variables are divided between servers")
         values = [buffer.values() for buffer in self._buffers]
         ordered = [values[index][place] for index, place in self._order]
         with jax.default_device(self._device):
-            self.state: Any = jax.jit(rule.init)(ordered)
-        self._held: list[tuple[np.ndarray | None, Any]] = [(None, None)] * len(lists)
+            return jax.jit(rule.init)(ordered)
+
+    def replace(self, rule: Rule) -> None:
+        """Goes on with another rule, from what of the state both have."""
+        self.state = carried_over(self.state, self._first_state(rule))
+        self.rule = rule
         self._step = jax.jit(self._traced, donate_argnums=2)
 
     def apply(self, gradients: Sequence[np.ndarray]) -> None:
-        """Changes the values by one step."""
+        """Changes the values by one step; the gradients were checked before."""
         flats = []
         for index, buffer in enumerate(self._buffers):
-            self._check(buffer, gradients[index])
             seen, held = self._held[index]
             # Changed by an assignment since: what lies on the device is old.
             flats.append(held if seen is buffer.flat else jax.device_put(buffer.flat, self._device))
@@ -85,14 +108,14 @@ class DenseUpdate:
             buffer.flat = np.asarray(array)
             self._held[index] = (buffer.flat, array)
 
-    def _check(self, buffer: Buffer, gradient: np.ndarray) -> None:
-        if gradient.shape != buffer.flat.shape or gradient.dtype != buffer.flat.dtype:
+    def require_same(self, server: str, lists: Sequence[Sequence[int]]) -> None:
+        """Raises ServerError unless gradients come for the pieces it keeps state for."""
+        if self.lists != [tuple(numbers) for numbers in lists]:
             raise ServerError(
-                fact=f"optimizer {self.rule.name!r} was given a gradient "
-                f"{gradient.dtype}{list(gradient.shape)} for pieces of "
-                f"{buffer.flat.dtype}{list(buffer.flat.shape)}.",
-                expected="one number for each element.",
-                hint="all processes must run the same version of the program.",
+                fact=f"optimizer {self.rule.name!r} keeps state for pieces {self.lists} on "
+                f"{server} and was given gradients of {lists}.",
+                expected="the same variables in every step.",
+                hint="use one Optimizer for each set of variables.",
             )
 
     def set_number(self, path: str, value: Any) -> None:

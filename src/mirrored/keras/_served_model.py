@@ -160,6 +160,7 @@ class ServedModel:
         self._agreed: dict[int, Any] = {}
         self._optimizer_of: Any = None
         self._optimizer: Any = None
+        self._rule: Any = None
         self._learning_rate: float | None = None
         self._order: list[int] = []
         # Made anew by each compile.
@@ -196,6 +197,8 @@ class ServedModel:
             if optimizer is not None and optimizer is not self._optimizer_of:
                 self._take_optimizer(optimizer)
                 changed = True
+            elif optimizer is not None and _private.compile_marker(model) is not self._marker:
+                self._take_changes(optimizer)
         marker = _private.compile_marker(model)
         if changed or marker is not self._marker:
             self._marker = marker
@@ -206,6 +209,22 @@ class ServedModel:
             self.seed_strides = None
 
     def _take_optimizer(self, optimizer: Any) -> None:
+        rule = self._checked_rule(optimizer)
+        self._optimizer = Optimizer(rule, name=f"keras.{optimizer.name}")
+        self._optimizer_of = optimizer
+        self._rule = rule
+        self._learning_rate = None
+
+    def _take_changes(self, optimizer: Any) -> None:
+        """Of an optimizer that was compiled again; its state stays, as it does in Keras."""
+        if KerasRule(optimizer).is_like(self._rule):
+            return
+        self._rule = self._checked_rule(optimizer)
+        spec = self.strategy.home.optimizer_spec_of(self._optimizer)
+        self.strategy.deployment.replace_rule(spec, self._rule)
+        self._learning_rate = None
+
+    def _checked_rule(self, optimizer: Any) -> KerasRule:
         rule = KerasRule(optimizer)
         shapes = [
             jax.ShapeDtypeStruct(weight.shape, keras.backend.standardize_dtype(weight.dtype))
@@ -214,9 +233,7 @@ class ServedModel:
         tables = any(isinstance(w, TableVariable) for w in self.model.trainable_variables)
         if tables or self.strategy.server_count > 1:
             require_elementwise(rule, shapes, "no server has all of the model's weights")
-        self._optimizer = Optimizer(rule, name=f"keras.{optimizer.name}")
-        self._optimizer_of = optimizer
-        self._learning_rate = None
+        return rule
 
     def _thing(self, weight: Any) -> Any:
         if isinstance(weight, TableVariable):

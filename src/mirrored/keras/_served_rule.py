@@ -37,7 +37,18 @@ class KerasRule(Rule):
     def __init__(self, optimizer: Any) -> None:
         require_supported(optimizer)
         self.name = optimizer.name
-        self._config = keras.saving.serialize_keras_object(optimizer)
+        self._config: Any = keras.saving.serialize_keras_object(optimizer)
+
+    def is_like(self, other: KerasRule) -> bool:
+        """Whether both compute the same, whatever the learning rate is at the moment."""
+        return self._said() == other._said()
+
+    def _said(self) -> Any:
+        config = dict(self._config["config"])
+        if not isinstance(config["learning_rate"], dict):
+            # A number, which is told to servers each time it changes.
+            del config["learning_rate"]
+        return config
 
     def init(self, values: list[Any]) -> Any:
         _, described = self._built(values)

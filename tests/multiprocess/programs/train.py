@@ -53,6 +53,12 @@ checkpoint = mirrored.checkpoint.Checkpoint(
     {"W": W, "b": b, "optimizer": optimizer, "steps": steps, "host_random": host_random},
     every=7,
 )
+
+
+def is_variable(leaf):
+    return isinstance(leaf, mirrored.Variable)
+
+
 number = jax.process_index()
 began = time.time()
 with (out / f"seen-{number}").open("a") as seen:
@@ -68,7 +74,7 @@ checkpoint.save()
 checkpoint.wait()
 total = float(steps)
 if number == 0:
-    state = jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: hasattr(leaf, "assign"))
+    state = jax.tree.leaves(optimizer.state, is_leaf=is_variable)
     arrays = [W.numpy(), b.numpy(), np.float32(total), *(leaf.numpy() for leaf in state)]
     np.savez(out / "final.npz", *arrays, generator=host_random.integers(2**31))
 print(f"ended after step {checkpoint.step}")
