@@ -308,3 +308,12 @@ def test_a_profile_names_the_parts_of_a_step(strategy, program, tmp_path):
     for part in ("jvp(mirrored.forward)", "transpose(jvp(mirrored.forward))", "mirrored.update"):
         assert part in text
     assert "mirrored.gradients_" in text
+
+
+def test_each_of_several_processes_profiles_into_a_directory_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with mirrored.profile(tmp_path) as directory:
+        pass
+    assert directory == tmp_path / "process_1"
+    assert list(directory.rglob("*.xplane.pb"))

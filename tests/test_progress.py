@@ -269,3 +269,13 @@ def test_the_terminal_is_restored_however_the_loop_ends(ending, held):
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert (code == 0) == (ending == "break")
     assert ("KeyError" in text) == ("KeyError" in ending)
+
+
+def test_the_rate_leaves_out_what_came_before_the_first_look():
+    """The first items took the compilation with them."""
+    tally = _progress._Tally("epoch 1", 10)
+    tally.count = 2
+    tally.rate(100.0)
+    tally.count = 8
+    assert tally.rate(103.0) == 2.0
+    assert tally.pace(103.0) == "2.0/s, 1.0 s left"
