@@ -362,6 +362,30 @@ def test_ctrl_c_inside_a_step_waits_until_the_model_has_its_values(two):
     assert len(fit(model, [])["loss"]) == 3
 
 
+@pytest.mark.parametrize("recorder", [SafeRecorder, None])
+def test_the_steps_before_the_data_failed_are_taken_and_told(recorder, two):
+    found = []
+    for strategy in (None, two):
+
+        def generator():
+            x, y = data()
+            for start in range(0, 12, 4):
+                yield x[start : start + 4], y[start : start + 4]
+            raise OSError("gone")
+
+        model = build_anew(strategy)
+        callbacks = [recorder()] if recorder else []
+        with pytest.raises(OSError, match="gone"):
+            model.fit(generator(), shuffle=False, verbose=0, callbacks=callbacks)
+        told = [call for callback in callbacks for call in callback.calls]
+        found.append((model.get_weights(), told, int(model.optimizer.iterations.value)))
+    assert found[0][2] == found[1][2] == 3
+    for got, wanted in zip(found[1][0], found[0][0]):
+        np.testing.assert_allclose(got, wanted, rtol=3e-6, atol=3e-6)
+    kinds = [[call[:2] for call in told if call[0] == "end"] for _, told, _ in found]
+    assert kinds[0] == kinds[1]
+
+
 @pytest.mark.parametrize("where", ["step", "callback", "data", "evaluate"])
 def test_an_error_in_user_code_leaves_a_usable_model(where, two):
     broken = [True]

@@ -91,7 +91,12 @@ class Pass:
                 returned = self._call(program, lists, chunk, start, count)
                 ahead = feed.ahead or chunk.from_rows
                 if position >= chunk.filled and ahead:
-                    upcoming = next(chunks, None)
+                    try:
+                        upcoming = next(chunks, None)
+                    except Exception:
+                        # What was run before the data failed is told first.
+                        self._tell_end(chunk, start, count, returned)
+                        raise
                 logs = self._tell_end(chunk, start, count, returned)
                 if getattr(self._model, _STOP_FLAGS[self._kind]):
                     self._flight.settle()

@@ -142,22 +142,29 @@ class Feed:
         numbers: list[tuple[int | None, int | None]] = []
         signature: Any = None
         began = 0.0
-        for batch, begin, end in itertools.islice(batches_of(self._source), skipped, None):
-            found = _signature(batch)
-            if pending and found != signature:
+        try:
+            for batch, begin, end in itertools.islice(batches_of(self._source), skipped, None):
+                found = _signature(batch)
+                if pending and found != signature:
+                    yield self._place(pending, numbers, signature)
+                    pending, numbers = [], []
+                if not pending:
+                    signature, began = found, time.perf_counter()
+                pending.append(batch)
+                numbers.append((begin, end))
+                full = len(pending) >= self._capacity(batch, signature)
+                slow = not (self._is_patient or isinstance(batch, RowRange)) and (
+                    time.perf_counter() - began > _PATIENCE_SECONDS
+                )
+                if full or slow:
+                    yield self._place(pending, numbers, signature)
+                    pending, numbers = [], []
+        except Exception:
+            # The steps before the data failed are taken, as in Keras. Over several processes
+            # the others would wait for steps that do not come.
+            if pending and not self._is_patient:
                 yield self._place(pending, numbers, signature)
-                pending, numbers = [], []
-            if not pending:
-                signature, began = found, time.perf_counter()
-            pending.append(batch)
-            numbers.append((begin, end))
-            full = len(pending) >= self._capacity(batch, signature)
-            slow = not (self._is_patient or isinstance(batch, RowRange)) and (
-                time.perf_counter() - began > _PATIENCE_SECONDS
-            )
-            if full or slow:
-                yield self._place(pending, numbers, signature)
-                pending, numbers = [], []
+            raise
         if pending:
             yield self._place(pending, numbers, signature)
 
