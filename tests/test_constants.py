@@ -163,6 +163,8 @@ def test_what_is_no_array_is_refused_where_arrays_belong(two):
         lambda: mirrored.Variable([[1], [1, 2]]),
         lambda: variable.assign(None),
         lambda: variable.assign_add("a"),
+        lambda: two.run(lambda: mirrored.get_replica_context().all_reduce("sum", "a")),
+        lambda: two.run(lambda: mirrored.get_replica_context().all_gather(["a"])),
     ):
         with pytest.raises(mirrored.ArgumentTypeError, match="hint: "):
             call()
@@ -171,6 +173,14 @@ def test_what_is_no_array_is_refused_where_arrays_belong(two):
         lambda: two.run(lambda **named: 1, (), {1: 2}),
         lambda: two.reduce("mean", mirrored.PerReplica([[1.0], [3.0]]), axis=True),
         lambda: context.merge_call(lambda strategy, x: x, args=3),
+        lambda: two.run(lambda: mirrored.get_replica_context().all_gather(jnp.ones(3), axis=1)),
+        lambda: two.run(lambda: mirrored.get_replica_context().all_gather(jnp.ones(3), axis="a")),
+        lambda: two.run(lambda x: x, (jax.ShapeDtypeStruct((3,), "float32"),)),
+        lambda: two.distribute_values_from_function(3),
+        lambda: two.distribute_values_from_function(
+            lambda context: [1] * (1 + context.replica_id_in_sync_group)
+        ),
+        lambda: two.distribute_datasets_from_function([1]),
     ):
         with pytest.raises(mirrored.ArgumentError, match="hint: "):
             call()

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from mirrored._errors import ArgumentError, ContextError
+from mirrored._errors import ArgumentError, ContextError, require_callable
 from mirrored._home import Home
 from mirrored._late_import import when_imported
 from mirrored._placement import Placement
@@ -218,12 +218,7 @@ def require_cross_replica(what: str) -> None:
 
 def require_run(strategy: Any, placement: Placement, fn: Any) -> None:
     """Checks what ``run`` is given to run, and that no other strategy is current."""
-    if not callable(fn):
-        raise ArgumentError(
-            fact=f"run was given {fn!r}, which cannot be called.",
-            expected="a function.",
-            hint="write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).",
-        )
+    require_callable("run", fn, "write strategy.run(fn, args=(x,)), not strategy.run(fn(x)).")
     if current().strategy not in (None, strategy):
         raise ContextError(
             fact=f"Mixing different strategies: {placement.describe()}.run was called "

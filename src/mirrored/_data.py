@@ -15,7 +15,7 @@ from mirrored._data_batches import BatchPlacer
 from mirrored._data_elements import Start
 from mirrored._data_iterator import DistributedIterator, Pipeline, Position
 from mirrored._data_sources import PieceSource, StepSource, make_source, require_iterable
-from mirrored._errors import ArgumentError, ArgumentTypeError, DataError
+from mirrored._errors import ArgumentError, ArgumentTypeError, DataError, require_callable
 from mirrored._placement import Placement, device_name
 
 
@@ -265,6 +265,11 @@ def distribute_from_function(
     placement: Placement, dataset_fn: Callable[[InputContext], Any], *, prefetch: int = 2
 ) -> DistributedDataset:
     """Distributes per-replica batches of the data set that ``dataset_fn`` makes."""
+    require_callable(
+        "distribute_datasets_from_function",
+        dataset_fn,
+        "for a data set that is there already use strategy.distribute_dataset.",
+    )
     processes = sorted({device.process_index for device in placement.devices})
     context = InputContext(
         len(processes), processes.index(_process_of(placement)), placement.replica_count

@@ -8,6 +8,7 @@ raises in the same place, so ``except ValueError`` keeps working.
 from __future__ import annotations
 
 import concurrent.futures
+from typing import Any
 
 
 class MirroredError(Exception):
@@ -99,3 +100,13 @@ class CheckpointError(MirroredError, ValueError):
 
 class MissingDependencyError(MirroredError, ImportError):
     """An optional dependency that is not installed."""
+
+
+def require_callable(what: str, given: Any, hint: str) -> None:
+    """Refuses what cannot be called where a function belongs."""
+    if not callable(given):
+        raise ArgumentError(
+            fact=f"{what} was given {given!r}, which cannot be called.",
+            expected="a function.",
+            hint=hint,
+        )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mirrored import _compat, _context
-from mirrored._errors import ArgumentError
+from mirrored._errors import require_callable
 from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._variable import Variable
 
@@ -101,10 +101,7 @@ def function(fn: Callable[..., Any] | None = None) -> Any:
     """
     if fn is None:
         return function
-    if not callable(fn):
-        raise ArgumentError(
-            fact=f"mirrored.function was given {fn!r}, which cannot be called.",
-            expected="a function.",
-            hint="write mirrored.function(step), not mirrored.function(step(x)).",
-        )
+    require_callable(
+        "mirrored.function", fn, "write mirrored.function(step), not mirrored.function(step(x))."
+    )
     return Function(fn)

@@ -16,6 +16,7 @@ import jax
 
 from mirrored import _compat, _context, _objects
 from mirrored._captures import ByIdentity, Captures
+from mirrored._errors import ArgumentError
 from mirrored._program import Program
 from mirrored._signature import shown, signature_of
 from mirrored._values import PerReplica
@@ -176,7 +177,15 @@ class Programs:
         leaves, treedef, objects = _objects.taken_from((args, kwargs))
         program, captures = self._find(leaves, treedef, objects)
         program.require_devices(getattr(self._watched, "__name__", type(self._watched).__name__))
-        result = program.run(program.data_among(leaves), objects)
+        data = program.data_among(leaves)
+        for value in data:
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ArgumentError(
+                    fact=f"a compiled function was called with {value}, which has no values.",
+                    expected="arrays.",
+                    hint="to see its program without running it, use .lower(...) or mirrored.plan.",
+                )
+        result = program.run(data, objects)
         self._latest = None if kwargs else _Latest.of(args, program, captures)
         return result
 

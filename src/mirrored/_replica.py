@@ -22,7 +22,7 @@ from mirrored._collectives import (
     fold_in_replica,
 )
 from mirrored._context import current, entered
-from mirrored._errors import ArgumentError, ContextError, PaddingError
+from mirrored._errors import ArgumentError, ArgumentTypeError, ContextError, PaddingError
 from mirrored._sparse import all_reduce_slices, is_slices
 from mirrored._types import ReduceOp
 from mirrored._values import PerReplica, flattened, map_nest, mapped
@@ -122,7 +122,7 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         with jax.named_scope(f"mirrored.all_reduce_{op.name.lower()}"):
             leaves, structure = flattened(value, is_slices)
-            dense = [leaf for leaf in leaves if not is_slices(leaf)]
+            dense = [_array("all_reduce", leaf) for leaf in leaves if not is_slices(leaf)]
             reduced = iter(all_reduce(op, dense, self._communicator))
             return structure.unflatten(
                 [
@@ -137,7 +137,10 @@ class ReplicaContext:
         """Concatenates ``value`` (a nest) of all replicas along ``axis``; scalars are stacked."""
         with jax.named_scope("mirrored.all_gather"):
             leaves, structure = flattened(value)
-            return structure.unflatten(all_gather(leaves, axis, self._communicator))
+            arrays = [_array("all_gather", leaf) for leaf in leaves]
+            for array in arrays:
+                _require_axis(array, axis)
+            return structure.unflatten(all_gather(arrays, axis, self._communicator))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``merge_fn(strategy, *args)`` in cross-replica context, in the same program.
@@ -235,6 +238,27 @@ class RowValidity:
         if mask is None:
             return jnp.ones(self.row_count, jnp.float32)
         return mask.astype(jnp.float32)
+
+
+def _array(what: str, leaf: Any) -> Any:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            fact=f"{what} was given {leaf!r} ({type(leaf).__name__}), which is no array.",
+            expected="arrays, numbers, or nests of them.",
+            hint="leave out of the nest what replicas need not exchange.",
+        ) from error
+
+
+def _require_axis(array: Any, axis: Any) -> None:
+    # Scalars are stacked whatever the axis is.
+    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < max(array.ndim, 1):
+        raise ArgumentError(
+            fact=f"all_gather(axis={axis!r}) was given an array of shape {array.shape}.",
+            expected=f"an axis between {-array.ndim} and {max(array.ndim, 1) - 1}.",
+            hint="axis=0 concatenates rows.",
+        )
 
 
 _DEFAULT_REPLICA = ReplicaContext(None, SingleCommunicator())

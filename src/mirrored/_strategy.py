@@ -23,7 +23,7 @@ from mirrored._data import (
     distribute_arrays_or_batches,
     distribute_from_function,
 )
-from mirrored._errors import ArgumentError
+from mirrored._errors import ArgumentError, require_callable
 from mirrored._explain import explain_step
 from mirrored._explanation import Explanation
 from mirrored._finite import require_finite
@@ -32,7 +32,7 @@ from mirrored._program_cache import NOT_REPEATED, Programs
 from mirrored._reduce import gather_value, local_components, reduce_value
 from mirrored._run import refuse_nested, run_replicas
 from mirrored._types import ReduceOp
-from mirrored._values import PerReplica
+from mirrored._values import PerReplica, joined_values
 
 _MOST_FUNCTIONS = 128
 
@@ -326,17 +326,18 @@ class Strategy(abc.ABC):
         PerReplica[0 | 10]
         """
         _context.require_cross_replica("strategy.distribute_values_from_function")
+        require_callable(
+            "distribute_values_from_function",
+            value_fn,
+            "write a function of the ValueContext: lambda context: values[context."
+            "replica_id_in_sync_group].",
+        )
         count = self.num_replicas_in_sync
         local = {
             index: value_fn(ValueContext(index, count))
             for index in self.placement.local_replica_ids
         }
-        first = next(iter(local.values()))
-        if len(local) == count:
-            return jax.tree.map(lambda *parts: PerReplica(parts), *local.values())
-        # Other processes fill in their own components; here they only keep the place.
-        everything = [local.get(index, first) for index in range(count)]
-        return jax.tree.map(lambda *parts: PerReplica(parts).placed(self.placement), *everything)
+        return joined_values(self.placement, local)
 
     # --- the spellings of tf.distribute -------------------------------------------
 

@@ -7,7 +7,7 @@ host value that nobody has placed yet; only host components may differ in shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -283,6 +283,25 @@ def flatten(nest: Any) -> tuple[list[Any], Any]:
 def map_nest(function: Callable[..., Any], nest: Any, *rest: Any) -> Any:
     """Maps over a nest with PerReplica values as leaves."""
     return mapped(function, nest, *rest, is_leaf=is_leaf)
+
+
+def joined_values(placement: Placement, local: Mapping[int, Any]) -> Any:
+    """Makes a nest of PerReplica values of this process's components, nests of one structure."""
+    structures = {index: flattened(value)[1] for index, value in local.items()}
+    first = min(local)
+    for index, structure in structures.items():
+        if structure != structures[first]:
+            raise ArgumentError(
+                fact=f"the value of replica {first} has the structure {structures[first]}, that of "
+                f"replica {index} {structure}.",
+                expected="one structure on every replica.",
+                hint="return the same keys and as many entries everywhere; shapes may differ.",
+            )
+    if len(local) == placement.replica_count:
+        return jax.tree.map(lambda *parts: PerReplica(parts), *local.values())
+    # Other processes fill in their own components; here they only keep the place.
+    everything = [local.get(index, local[first]) for index in range(placement.replica_count)]
+    return jax.tree.map(lambda *parts: PerReplica(parts).placed(placement), *everything)
 
 
 def flattened(nest: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
