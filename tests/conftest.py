@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -61,6 +62,14 @@ def two() -> mirrored.Strategy:
 def make_strategy(replica_count: int) -> mirrored.Strategy:
     """Makes a strategy with a given number of replicas."""
     return mirrored.MirroredStrategy(jax.devices()[:replica_count])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits for what another thread does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
 
 
 def components(strategy: mirrored.Strategy, value: Any) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from conftest import wait_until
 
 import mirrored
 from mirrored import DataError
@@ -24,13 +25,6 @@ BOTH = pytest.mark.parametrize("prefetch", [0, 1, 3])
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "mirrored-data"]
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

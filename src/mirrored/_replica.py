@@ -241,14 +241,19 @@ class RowValidity:
 
 
 def _array(what: str, leaf: Any) -> Any:
-    try:
-        return jnp.asarray(leaf)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            fact=f"{what} was given {leaf!r} ({type(leaf).__name__}), which is no array.",
-            expected="arrays, numbers, or nests of them.",
-            hint="leave out of the nest what replicas need not exchange.",
-        ) from error
+    # JAX warns of strings before it refuses them.
+    text = isinstance(leaf, (str, bytes)) or getattr(leaf, "dtype", np.dtype("f")).kind in "OSUMm"
+    cause = None
+    if not text:
+        try:
+            return jnp.asarray(leaf)
+        except TypeError as error:
+            cause = error
+    raise ArgumentTypeError(
+        fact=f"{what} was given {leaf!r} ({type(leaf).__name__}), which is no array.",
+        expected="arrays, numbers, or nests of them.",
+        hint="leave out of the nest what replicas need not exchange.",
+    ) from cause
 
 
 def _require_axis(array: Any, axis: Any) -> None:

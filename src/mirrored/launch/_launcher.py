@@ -38,6 +38,8 @@ _POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 0.4
 # A worker that ended only because another one did is given this long to be told apart.
 _CULPRIT_SECONDS = 1.0
+# One that has reported a failure of its own ends when it has told the others, which may end first.
+_TELLING_SECONDS = 5.0
 _STOPPED_SECONDS = 5.0
 _BYSTANDERS = (EXIT_BYSTANDER, -signal.SIGABRT)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -269,8 +271,11 @@ class _Launcher:
     def _failed(self) -> _Outcome:
         """Finds out who failed first, and says so with its own words."""
         first = next(worker for worker in self._workers if worker.code)
-        deadline = time.monotonic() + _CULPRIT_SECONDS
-        while first.code in _BYSTANDERS and time.monotonic() < deadline:
+        began = time.monotonic()
+        while first.code in _BYSTANDERS:
+            patience = _TELLING_SECONDS if self._has_reported_itself() else _CULPRIT_SECONDS
+            if time.monotonic() - began > patience:
+                break
             culprits = [w for w in self._workers if w.code and w.code not in _BYSTANDERS]
             if culprits:
                 first = culprits[0]
@@ -293,6 +298,15 @@ class _Launcher:
             shown = ", ".join(str(worker.number) for worker in running)
             _say(f"ended the others that still ran: {shown}.")
         return _Outcome(code if code > 0 else 128 - code, reason)
+
+    def _has_reported_itself(self) -> bool:
+        """Whether a worker that still runs has written down that it failed, and not another."""
+        reports = [
+            read_failure(self._directory, worker.number)
+            for worker in self._workers
+            if worker.code is None
+        ]
+        return any(report is not None and report.because_of is None for report in reports)
 
     def _words_of(self, worker: Worker) -> str:
         failure = read_failure(self._directory, worker.number)
