@@ -186,3 +186,14 @@ def test_what_is_no_array_is_refused_where_arrays_belong(two):
             call()
     with pytest.raises(mirrored.VariableError, match="the creation of variable"):
         mirrored.Variable(mirrored.PerReplica([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_scalars_of_a_nest_are_stacked_whatever_the_axis_of_the_rest(two, axis):
+    def gathered(x):
+        nest = {"scalar": x.sum(), "matrix": x}
+        return mirrored.get_replica_context().all_gather(nest, axis=axis)
+
+    found = two.run(gathered, (mirrored.PerReplica([[[1.0, 2.0]], [[3.0, 4.0]]]),))
+    assert found["scalar"].tolist() == [3.0, 7.0]
+    assert found["matrix"].tolist() == [[1.0, 2.0, 3.0, 4.0]]

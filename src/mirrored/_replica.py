@@ -258,7 +258,9 @@ def _array(what: str, leaf: Any) -> Any:
 
 def _require_axis(array: Any, axis: Any) -> None:
     # Scalars are stacked whatever the axis is.
-    if not isinstance(axis, (int, np.integer)) or not -array.ndim <= axis < max(array.ndim, 1):
+    if not isinstance(axis, (int, np.integer)) or (
+        array.ndim and not -array.ndim <= axis < array.ndim
+    ):
         raise ArgumentError(
             fact=f"all_gather(axis={axis!r}) was given an array of shape {array.shape}.",
             expected=f"an axis between {-array.ndim} and {max(array.ndim, 1) - 1}.",
